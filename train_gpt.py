@@ -525,14 +525,14 @@ def evaluate(
     return val_loss.item(), val_bpb.item()
 
 
-def sample_text(state: TrainState, stream: TokenStream) -> str:
+def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
     """Continue the last evaluated sequence, or its final 512 tokens.
 
     Returns the end of these tokens, ">>>", and the continuation.
     """
     prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))
     with state.evaluating() as model:
-        return sample_continuation(model, prompt, stream.tokenizer, 256, seed=state.cfg.seed)
+        return sample_continuation(model, prompt, stream.tokenizer, n_tokens, seed=state.cfg.seed)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from common.errors import UserError
 from common.values import cpu_cores
 from runtime.device import select_device
-from runtime.ranks import DistContext
+from runtime.ranks import DistContext, init_process_group
 
 if TYPE_CHECKING:
     from train_gpt import Config
@@ -88,7 +88,7 @@ def configure_device(cfg: Config, dist_ctx: DistContext) -> None:
 
     # FSDP needs a process group of a single rank, too; later runs of the process then use it
     if cfg.is_sharded and not dist.is_initialized():
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 

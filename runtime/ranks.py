@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,7 @@ class DistContext:
 def join_ranks() -> DistContext:
     """Meet the other ranks, if torchrun has started any. Raises UserError.
 
-    The process group is for all runs of a process. Tensors on GPUs travel by NCCL; objects and
-    tensors on CPUs by gloo, so that asking the other ranks never waits for a GPU.
+    The process group is for all runs of a process.
     """
     dist_ctx = DistContext(
         rank=env_int("RANK", 0),
@@ -60,7 +59,7 @@ def join_ranks() -> DistContext:
         )
     if dist_ctx.world_size > 1 and not dist.is_initialized():
         try:
-            dist.init_process_group()
+            init_process_group()
         except (dist.DistError, ValueError) as error:  # ValueError: a variable is not set
             endpoint = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise UserError(
@@ -69,6 +68,17 @@ def join_ranks() -> DistContext:
                 "--rdzv_endpoint=HOST:29500, HOST being one of the nodes that all can reach"
             ) from None
     return dist_ctx
+
+
+def init_process_group(**options: Any) -> None:
+    """Make the process group: NCCL for tensors on GPUs, gloo for objects and tensors on CPUs.
+
+    By default it would have only NCCL on a machine with GPUs. With gloo, asking the other ranks
+    never waits for a GPU.
+    """
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **options
+    )
 
 
 # --------------------------------------------------------------------------------------------------
