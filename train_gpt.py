@@ -54,12 +54,12 @@ from runtime.device import DTYPES
 from runtime.flags import check_values, flag, implied_flags, parse_flags
 from runtime.model_setup import fit_into_memory, warm_up
 from runtime.progress import agree_on_status, reason_to_stop
-from runtime.ranks import DistContext, raise_on_all_ranks, read_on_all_ranks
+from runtime.ranks import DistContext, read_on_all_ranks
 from runtime.resume import Start, find_start
 from runtime.run import Run, open_stream
 from runtime.trials import run_trials
 
-PARALLEL_MODES = ("auto", "ddp", "fsdp", "hsdp")
+PARALLEL_MODES = ("ddp", "fsdp", "hsdp")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -107,7 +107,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Each field is a flag: flag(default, help, choices, const, min, auto). Command line, checks and log
 # are derived from it. const: the value of a bare --flag. min: the smallest number, by default 0.
 # Numbers with a default of None, or auto=True, may be "auto", which is None here. train() replaces
-# it, except in vocab_size, micro_batch, shard_size and save_every, where None itself means auto
+# it, except in vocab_size, micro_batch, shard_size, save_every and keep, where None means auto
 @dataclass(frozen=True)
 class Config:
     """The flags of a run. Build it with make_config, which applies a preset ("laptop" by default).
@@ -175,7 +175,7 @@ class Config:
         "auto", "activations to recompute: none, selective, full; 0.3 = keep 30 % of them"
     )
     offload: str = flag("none", "what to keep in CPU memory", ("none", "activations", "optimizer"))
-    parallel: str = flag("auto", "auto = ddp; hsdp shards over --shard_size ranks", PARALLEL_MODES)
+    parallel: str = flag("ddp", "hsdp shards over --shard_size ranks", PARALLEL_MODES)
     shard_size: int = flag(None, "ranks per copy with hsdp; auto: those of a node", min=1)
     grad_comm: str = flag("fp32", "gradient reduction; bf16 halves traffic", ("fp32", "bf16"))
     bucket_cap_mb: int = flag(25, "DDP bucket size in MiB", min=1)
@@ -189,7 +189,9 @@ class Config:
     )
     eval_tokens: int | str = flag(10485760, "validation tokens per evaluation", ("all",), min=1)
     save_every: int = flag(None, "steps between checkpoints; auto: every ten minutes", min=1)
-    keep: int | str = flag(2, "number of newest checkpoints to keep", ("all",), min=1)
+    keep: int | str = flag(
+        None, "newest checkpoints to keep; auto: 2, and 1 of a complete run", ("all",), min=1
+    )
     sample_every: int | str = flag("end", "steps between text samples", ("end",), min=1)
     log_every: int = flag(10, "steps between log lines", min=1)
     profile: int = flag(0, "steps to profile; writes a trace to out_dir", const="5")
@@ -568,12 +570,10 @@ def train(
         cfg = choose_learning_rates(cfg)
         stream.set_batch_tokens(cfg.batch_tokens)
 
-        # Model and optimizer; to resume, their state, the step, the clock. An error on one rank is
-        # raised on all of them
-        with raise_on_all_ranks():
-            state = build(cfg, dist_ctx, stream, start)
-            if start and start.is_resume:
-                start.restore(state, stream, run)
+        # Model and optimizer; to resume, their state, the step, the clock
+        state = build(cfg, dist_ctx, stream, start)
+        if start and start.is_resume:
+            start.restore(state, stream, run)
         del start  # free its tensors
 
         # Open the log files and write the effective settings; train; write the summary
@@ -627,6 +627,8 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
                 # Ask again: this loss may have reached the target, or it took the last minute
                 status = agree_on_status(run)
                 stop = reason_to_stop(status, run)
+                if stop == "signal":
+                    break
 
             # Once in a while: sample from the model
             if (stop or is_due(cfg.sample_every, step)) and stream.tokenizer:

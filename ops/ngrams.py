@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.elementwise import shift_right
-from ops.parallel import to_local
+from ops.parallel import get_world_size, is_dtensor, to_local
 
 # Multipliers from xxHash and MurmurHash. A 31-bit hash times a 32-bit multiplier fits into int64
 HASH_A = 0x9E3779B1
@@ -98,8 +97,8 @@ def use_sparse_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     """
     weights: set[Tensor] = set()
     for group in optimizer.param_groups:
-        if group.get("kind") == "rmsprop" and not dist.is_initialized():
-            weights.update(p for p in group["params"] if p.is_cpu)
+        if group.get("kind") == "rmsprop" and get_world_size() == 1:
+            weights.update(p for p in group["params"] if p.is_cpu and not is_dtensor(p))
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.sparse = module.weight in weights

@@ -16,6 +16,8 @@ def set_environment(decoding: bool = False) -> None:
     # are for profilers of C++
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
+    # Huge pages for large tensors on CPUs; read at the first allocation
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # DDP does not warn that all parameters were used, and the profiler prints no lines of its own
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

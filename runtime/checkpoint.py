@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_map_with_path
@@ -23,6 +24,7 @@ from common.errors import RunError, UserError, is_out_of_memory
 from common.files import atomic_write
 from data.tokenizers import get_tokenizer
 from ops.parallel import get_rank, shard_like, state_to_full, to_local
+from runtime.progress import MAX_BAD_STEPS
 from runtime.ranks import run_on_rank0
 
 if TYPE_CHECKING:
@@ -167,6 +169,12 @@ def load_optimizer(
                     state[key] = to_local(state[key])
         states[number] = state
     optimizer.load_state_dict(dict(state=states, param_groups=groups))
+    # That moves state to the device, where with --offload optimizer there is no room in training
+    if getattr(optimizer, "offload", False):
+        for p, state in optimizer.state.items():
+            for key, value in state.items():
+                if p.is_cuda and value.shape == p.shape:
+                    state[key] = to_local(value).cpu().pin_memory()
 
 
 def load_extra(model: GPT, saved: dict[str, Any]) -> dict[str, Any]:
@@ -191,11 +199,12 @@ def save_checkpoint(run: Run, is_last: bool = False) -> None:
     """Save a checkpoint, unless this step has one. Every rank must call it.
 
     A file that cannot be written is a warning, because there may be room next time; at the end of
-    the run it raises RunError. While steps are skipped because of their gradients, nothing is
-    saved: the weights may be ruined.
+    the run it raises RunError. After a step that was skipped because of its gradient, the weights
+    may be ruined: nothing is saved, except at the end of a run that has not diverged.
     """
     state = run.state
-    if run.saved_step == state.step or run.bad_steps:
+    may_be_ruined = run.bad_steps >= (MAX_BAD_STEPS if is_last else 1)
+    if run.saved_step == state.step or may_be_ruined:
         return
     path = run.folder / f"ckpt_{state.step}.pt"
     checkpoint = collect_values(run)
@@ -282,7 +291,8 @@ def collect_values(run: Run) -> dict[str, Any]:
 
 def write_file(path: Path, checkpoint: dict[str, Any], run: Run) -> str:
     """Write a checkpoint and read it back; return a sentence if that fails, else ""."""
-    if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
+    names = [name for name, _ in run.state.raw_model.named_parameters()]
+    if not all(checkpoint["model"][name].isfinite().all() for name in names):
         return (
             f"{path} is not saved, because weights are not finite; resume from an earlier "
             "checkpoint with lower learning rates, --grad_clip 1 or --dtype fp32"
@@ -308,6 +318,8 @@ def whole_tensors(values: Any, name: str, param: Tensor | None = None) -> Any:
     """
 
     def whole(path: tuple, value: Any) -> Any:
+        if isinstance(value, np.generic):  # such as float64, which is a float
+            value = value.item()
         if isinstance(value, Tensor):
             full = state_to_full(value.detach(), param)
             return full.cpu() if get_rank() == 0 else None

@@ -10,7 +10,6 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,7 +57,7 @@ def configure_device(cfg: Config, dist_ctx: DistContext) -> None:
 
     # CUDA reads these variables when it is first used
     if cfg.alloc_conf:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", cfg.alloc_conf)
+        os.environ["PYTORCH_ALLOC_CONF"] = cfg.alloc_conf
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if device.type == "cuda":
@@ -81,7 +80,7 @@ def configure_device(cfg: Config, dist_ctx: DistContext) -> None:
         if dist_ctx.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
             torch.set_num_threads(max(1, cpu_cores() // dist_ctx.local_world_size))
 
-    # The first of these calls imports the compiler, which takes a second
+    # Only if it changes: the call imports the compiler, which takes a second
     if cfg.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(cfg.deterministic)
     torch.set_float32_matmul_precision(cfg.matmul_precision)
@@ -128,6 +127,3 @@ def tune_glibc_malloc() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap, too
     libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
-    # Huge pages; PyTorch reads this at its first allocation
-    if Path("/sys/kernel/mm/transparent_hugepage").exists():
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

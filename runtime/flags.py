@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 SIZE_FLAGS = {"preset", "params", "n_layer", "n_embd", "n_head", "init_from"}
 
 # Type of a flag -> how its text is read
-READERS: dict[type, Callable[[str], Any]] = dict(
-    zip((int, float, bool, str), (integer, float, boolean, str))
-)
+READERS: dict[type, Callable] = {int: integer, float: float, bool: boolean, str: str}
 
 # Names in nanoGPT and elsewhere, and what there is here
 OTHER_NAMES = {

@@ -12,9 +12,9 @@ from torch import nn
 
 from common.errors import UserError, is_out_of_memory
 from common.values import largest_divisor
-from ops.parallel import get_world_size, reshard
+from ops.parallel import get_rank, get_world_size, reshard
 from ops.recompute import RECOMPUTE_MODES, apply_offload, apply_recompute
-from runtime.ranks import DistContext, any_rank
+from runtime.ranks import DistContext, any_rank, raise_on_all_ranks
 
 if TYPE_CHECKING:
     from model import GPT
@@ -61,7 +61,8 @@ def fit_into_memory(
     rank. On a GPU, steps on dummy data find the largest that fits; weights are unchanged. Raises
     UserError if not even one sequence fits, or if the ranks cannot share the batch.
     """
-    n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
+    with raise_on_all_ranks():
+        n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
     on_cuda = dist_ctx.device.type == "cuda"
     modes = recompute_modes(cfg, on_cuda)
     for block in set(model.blocks):  # an edited model may use a block several times
@@ -102,7 +103,7 @@ def find_micro_batch(
     candidates = [largest_divisor(n_seqs, MOST_TOKENS // cfg.seq_len)]
     while candidates[-1] > 1:
         candidates.append(largest_divisor(n_seqs, candidates[-1] // 2))
-    enough = largest_divisor(n_seqs, -(-ENOUGH_TOKENS // cfg.seq_len))
+    enough = largest_divisor(n_seqs, math.ceil(ENOUGH_TOKENS / cfg.seq_len))
     # Eager, because each size would be compiled. FlexAttention would keep all scores then
     stance = "force_eager" if cfg.is_compiled and cfg.attn != "flex" else "default"
 
@@ -114,7 +115,8 @@ def find_micro_batch(
         if not passes_fit(model, 1, cfg.seq_len):
             raise UserError(
                 "one sequence does not fit into this GPU's memory; leave --checkpointing at auto, "
-                "add --offload optimizer, or use a smaller --seq_len or model"
+                "add --offload optimizer, or use a smaller --seq_len or model",
+                printed=get_rank() > 0,
             )
         dummy_step(model, optimizer, 1, cfg.seq_len)
         micro_batch = first_that_fits(model, modes, candidates, enough, cfg.seq_len)

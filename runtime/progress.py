@@ -61,7 +61,7 @@ class Clock:
             torch.accelerator.synchronize()
         took = time.perf_counter() - began
         self.train_time += took
-        # A step that compiles or stalls does not tell how long the next one takes
+        # The faster of the two newest: a step that compiles or stalls does not count
         self.typical_step_s = min(self.last_step_s or took, took)
         self.last_step_s = took
 

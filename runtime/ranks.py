@@ -89,7 +89,8 @@ def init_process_group(**options: Any) -> None:
 def raise_on_all_ranks() -> Iterator[None]:
     """If a TrainerError or OSError occurs in this block on any rank, raise it on all ranks.
 
-    With several errors, the lowest rank's is raised. Only the rank where it occurred prints it.
+    With several errors, the lowest rank's is raised. Only the rank where it occurred prints it. The
+    block must not communicate: a rank that fails would not answer.
     """
     own_error = None
     try:
@@ -99,8 +100,10 @@ def raise_on_all_ranks() -> Iterator[None]:
     if not any_rank(own_error is not None):  # in each step: cheap
         return
     for rank, first_error in enumerate(gather_objects(own_error)):
+        if first_error is not None and rank == get_rank():
+            raise own_error  # with its traceback
         if first_error is not None:
-            first_error.printed = rank != get_rank()
+            first_error.printed = True
             raise first_error
 
 

@@ -72,10 +72,11 @@ class Start:
     def load_weights(self, model: GPT) -> None:
         """Load the checkpoint's own weights to resume, else those that were evaluated.
 
-        Raises UserError if they do not fit the model.
+        Raises UserError, on all ranks, if they do not fit the model.
         """
         checkpoint = self.checkpoint if self.is_resume else with_eval_weights(self.checkpoint)
-        load_weights(model, checkpoint, self.path)
+        with raise_on_all_ranks():
+            load_weights(model, checkpoint, self.path)
 
     def restore(self, state: TrainState, stream: TokenStream, run: Run) -> None:
         """Restore the optimizer, loss scale, step, clock, best loss and TrainState.extra.
@@ -88,7 +89,8 @@ class Start:
             raise UserError(
                 f"{path} was trained on other data than {stream.folder} holds, or in another order "
                 f"({saved['position']}, not {position}); give its --data, --seed, --seq_len, "
-                f"--batch_tokens and --doc_align, or start a new run with --init_from {path}"
+                f"--batch_tokens and --doc_align, or start a new run with --init_from {path}",
+                printed=run.dist_ctx.rank > 0,
             )
         load_optimizer(state.raw_model, state.optimizer, saved)
         if saved["scaler"]:
@@ -156,9 +158,11 @@ def find_checkpoint(cfg: Config, run: Run) -> tuple[Path | None, bool]:
     Raises UserError.
     """
     folder, resume = run.folder, cfg.resume
-    if not resume and env_int("TORCHELASTIC_MAX_RESTARTS", 0):
-        resume = "auto"  # torchrun restarts a job with the flags it had
     checkpoints = [*list_checkpoints(folder), *folder.glob("ckpt_*.damaged")]
+    # torchrun restarts a job with the flags it had
+    has_restarted = env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0 and bool(checkpoints)
+    if has_restarted or (not resume and env_int("TORCHELASTIC_MAX_RESTARTS", 0)):
+        resume = "auto"
 
     # Nothing is overwritten, not even the best weights alone of a run that was killed
     saved = [*checkpoints, *folder.glob(BEST)]
@@ -179,7 +183,7 @@ def find_checkpoint(cfg: Config, run: Run) -> tuple[Path | None, bool]:
         path = newest_valid(path, run)
     if path.name == BEST and is_resume:
         raise UserError(
-            f"{path} holds weights only, so it cannot be resumed; use --init_from {path}"
+            f"{path} is for samples and --init_from; to continue its run, --resume {path.parent}"
         )
     step = read_checkpoint(path, verify=not is_folder)["step"]
     newest = list_checkpoints(folder)[:1]

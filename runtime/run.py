@@ -147,7 +147,7 @@ class Run:
             self.bad_steps = 0
             # Only now: the newest checkpoint's weights have been good for another step
             if self.saved_step == step - 1:
-                delete_old_checkpoints(self, self.state.cfg.keep)
+                delete_old_checkpoints(self, self.state.cfg.keep or 2)
             return
         self.bad_steps += 1
         self.log.info(
@@ -183,8 +183,8 @@ class Run:
             if self.state.step > self.first_step or not was_complete:
                 with atomic_write(path) as file:
                     file.write(json.dumps(summary, indent=1).encode() + b"\n")
-        if stopped_by in COMPLETE and summary["val_loss"]:
-            delete_old_checkpoints(self, cfg.keep if "keep" in cfg.given else 1)
+        if stopped_by in COMPLETE and summary["val_loss"] and not self.bad_steps:
+            delete_old_checkpoints(self, cfg.keep or 1)
         for line in closing_lines(self, summary):
             self.log.info(line)
 

@@ -200,3 +200,18 @@ def test_settings_of_the_calling_program_are_refused(setting, data, tmp_path):
             tiny_run(tmp_path / "run", data=data)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_skipped_last_steps_and_numpy_numbers_are_saved(data, tmp_path, monkeypatch):
+    step = train_gpt.train_step
+
+    def last_is_skipped(state, batch, progress):
+        loss, grad_norm = step(state, batch, progress)
+        state.optimizer.param_groups[0]["betas_of_mine"] = np.float64(0.5)
+        state.extra["mine"] = np.float32(2)
+        return loss, 0.0 if state.step == 4 else grad_norm
+
+    monkeypatch.setattr(train_gpt, "train_step", last_is_skipped)
+    tiny_run(tmp_path / "run", data=data, max_steps=4)
+    saved = read_checkpoint(tmp_path / "run" / "ckpt_4.pt")
+    assert (saved["extra"], saved["optimizer_groups"][0]["betas_of_mine"]) == ({"mine": 2.0}, 0.5)

@@ -161,7 +161,7 @@ def test_gpu_trains_in_bf16_fp16_and_fp8(data, tmp_path):
     assert max(losses.values()) - min(losses.values()) < 0.05 and losses["bf16"] < 3.0, losses
 
 
-@pytest.mark.parametrize("parallel", ["auto", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("attn", ["flash", "cudnn", "varlen"])
 def test_gpu_samples_of_a_run_with_a_16_bit_backend(attn, parallel, data, tmp_path):
     flags = dict(data=data, device="cuda", dtype="bf16", n_embd=128, sample_every=3)

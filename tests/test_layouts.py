@@ -116,7 +116,7 @@ ROUNDED = {
     "fsdp_bf16": dict(grad_comm="bf16", parallel="fsdp"),
 }
 ONE_PROCESS = dict(
-    parallel="auto", offload="none", compile="off", checkpointing="none", grad_comm="fp32"
+    parallel="ddp", offload="none", compile="off", checkpointing="none", grad_comm="fp32"
 )
 
 

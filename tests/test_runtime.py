@@ -372,7 +372,10 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path):
         (dict(seed=1), elsewhere),
         (dict(batch_tokens=1024), elsewhere),
         (dict(doc_align=True), elsewhere),
-        (dict(resume=plain / "ckpt_best.pt"), "holds weights only, so it cannot be resumed; use"),
+        (
+            dict(resume=plain / "ckpt_best.pt"),
+            "is for samples and --init_from; to continue its run",
+        ),
         (dict(resume="", init_from=plain, n_head=1), "n_head 2 there and 1 here"),
     ]:
         assert sentence in refusal(tiny_run, tmp_path / "run", **common | change)
