@@ -110,8 +110,21 @@ def get_args_parser() -> argparse.ArgumentParser:
     add("--rerun", type=int, metavar="SEED", help="record: execute its source for this seed")
     add("--x", choices=X_AXES, default="train_time_s", help="plot: horizontal axis [train_time_s]")
     add("--y", choices=Y_AXES, default="val_loss", help="plot: vertical axis [val_loss]")
-    add("--target", type=float, help="plot: draw a line at this loss")
-    add("--label", action="append", help="plot: the name of a run in the picture, one each")
+    add("--log", action="store_true", help="plot: logarithmic horizontal axis")
+    add(
+        "--target",
+        type=float,
+        action="append",
+        metavar="LOSS",
+        help="plot: draw a line at this loss, and mark what is first below it",
+    )
+    add(
+        "--label",
+        action="append",
+        metavar="NAME",
+        help="plot: name of a folder in the picture, one for each",
+    )
+    add("--title", default="", metavar="TEXT", help="plot: title of the picture")
     add("--out", default="", help="plot: an .svg or .png file [RUN/val_loss.svg]")
     return parser
 

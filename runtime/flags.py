@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 # With one of these, --minutes chooses no size
 SIZE_FLAGS = {"preset", "params", "n_layer", "n_embd", "n_head", "init_from"}
 
+# The first flag of each group in --help, and the group's heading
+HEADINGS = {
+    "preset": "run",
+    "params": "model",
+    "optimizer": "optimizer and schedule",
+    "compile": "systems",
+    "eval_every": "logging and checkpoints",
+}
+
 # Type of a flag -> how its text is read
 READERS: dict[type, Callable[[str], Any]] = dict(
     zip((int, float, bool, str), (integer, float, boolean, str))
@@ -163,6 +172,8 @@ def parse_flags(
         description=description,
         argument_default=argparse.SUPPRESS,
     )
+    parser.usage = "train_gpt.py [--FLAG VALUE]..."
+    group: Any = parser
     fields = flags_of(config)
     for field in fields.values():
         kind, words = kind_of(field), field.metadata.get("words", ())
@@ -179,7 +190,9 @@ def parse_flags(
         default = help_defaults.get(field.name, field.default)
         if default != "":
             help_text = f"{help_text} [{'auto' if default is None else default}]"
-        parser.add_argument(f"--{field.name}", help=help_text, **options)
+        if field.name in HEADINGS:
+            group = parser.add_argument_group(HEADINGS[field.name])
+        group.add_argument(f"--{field.name}", help=help_text, **options)
 
     short: dict[str, Any] = dict(dest="dtype", action="store_const", const="bf16")
     parser.add_argument("--bf16", **short, help="short for --dtype bf16")
