@@ -7,7 +7,7 @@ train      (the default) the ladder: systems flags added one by one, what is slo
            with none. --ranks 1,2,4: each case under torchrun, on so many ranks
 experiment compare an edit with a base: losses, the time to an equal loss, and a row in --ledger
            (keep, discard or crash). Each --flags="..." is one side: trainer flags, optionally after
-           the folder of an edited checkout (docs/experiments.md). --final: on validation tokens
+           the folder of an edited checkout (docs/changing.md). --final: on validation tokens
            that no other experiment reads
 compare RUN... a table of runs: losses, steps, time, machine, and the flags that differ
 plot RUN... a picture of the losses of runs and records, in the folder of the first, or of a ledger:

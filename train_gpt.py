@@ -257,7 +257,7 @@ def choose_learning_rates(cfg: Config) -> Config:
     """Set muon_lr (of the blocks' matrices) and adam_lr (of the rest; with adamw, of everything).
 
     A rate that is not given is computed from the number of steps or the width, by formulas fitted
-    to the runs in docs/rates.md. For GPT-2 small and 5,000 steps they give the speedrun's rates.
+    to the runs in docs/recipe.md. For GPT-2 small and 5,000 steps they give the speedrun's rates.
     """
     # Shorter runs and narrower models take higher rates
     if cfg.optimizer == "adamw":
