@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.compare import differing_flags, find_runs, read_metrics
+from benchmarks.compare import differing_flags, find_runs
 from benchmarks.harness import Bench
 from common.errors import UserError
+from runtime.log import read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,7 +108,7 @@ def bench_plot(bench: Bench) -> None:
         raise UserError(f"there are {len(labels)} --label for {len(runs)} folders; give one each")
     curves_of = []
     for number, (label, paths) in enumerate(zip(labels, runs)):
-        rows_of_runs = [read_metrics(path) for path in paths]
+        rows_of_runs = [read_rows(path / "metrics.jsonl") for path in paths]
         curves = [points(rows, x, y) for rows in rows_of_runs]
         if not all(curve.size for curve in curves):
             raise UserError(

@@ -172,9 +172,9 @@ def parse_flags(
         description=description,
         argument_default=argparse.SUPPRESS,
     )
-    parser.usage = "train_gpt.py [--FLAG VALUE]..."
-    group: Any = parser
     fields = flags_of(config)
+    group: Any = parser  # of flags before the first heading
+    parser.usage = "train_gpt.py [--FLAG VALUE]..."
     for field in fields.values():
         kind, words = kind_of(field), field.metadata.get("words", ())
         kinds = () if kind is str and words else (kind.__name__,)
