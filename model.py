@@ -514,7 +514,7 @@ def init_weights(model: GPT, seed: int) -> None:
             param.copy_(init(values, generator))
 
     # The final layer that attends to everything, if any does. An earlier one was worse in deep
-    # models (docs/rates.md)
+    # models (docs/recipe.md)
     if len(model.blocks) > 1:
         unlimited = [b for b, window in zip(model.blocks, model.windows) if window == 0]
         block = unlimited[-1] if unlimited else model.blocks[-1]

@@ -117,72 +117,100 @@ class Config:
 
     # run
     preset: str = flag("laptop", "sizes and schedule; any other flag overrides it", PRESETS)
-    data: str = flag("", "folder from data/prepare.py; default: Python's own source code")
+    data: str = flag("", "folder from data/prepare.py (default: source of this Python's library)")
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag(
         "",
-        "continue the run in --out_dir; PATH: that one; auto: --out_dir's, or a new one",
+        "continue --out_dir's run; a path: that checkpoint; auto: that, or a new run",
         const="newest",
     )
-    init_from: str = flag("", "run or checkpoint to load weights from; with a new schedule")
+    init_from: str = flag("", "run or checkpoint to load weights from, for a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
     trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., under out_dir", min=1)
-    device: str = flag("auto", "auto = cuda if available, else cpu", ("auto", "cpu", "cuda", "mps"))
+    device: str = flag(
+        "auto", "auto: cuda if available, otherwise cpu", ("auto", "cpu", "cuda", "mps")
+    )
     # model
-    params: int = flag(0, "choose depth and width for N parameters; auto: by --minutes", auto=True)
+    params: int = flag(
+        0,
+        "size in parameters of blocks, such as 10M, with its batch and steps; auto: by --minutes",
+        auto=True,
+    )
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head dimension of 128 is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
     seq_len: int = flag(1024, "context length in tokens", min=1)
-    window: str = flag("L", "pattern of layers: L full, S sliding; SSSL:256 sets the width of S")
+    window: str = flag(
+        "L", "pattern of layers: L full, S sliding over seq_len / 4 tokens; SSSL:256: S over 256"
+    )
     vocab_size: int = flag(None, "rows of embedding and head; auto: the tokenizer's, padded", min=1)
     # N-grams: an embedding for the newest 2, 3, ... tokens, looked up by hash
     ngram: int = flag(0, "longest n-gram with a hashed embedding; 0: none", auto=True)
-    ngram_rows: int = flag(16384, "rows of the hash table that all n-grams share", min=1)
-    ngram_dropout: float = flag(None, "dropout of n-grams; auto: from the number of epochs")
+    ngram_rows: int = flag(16384, "rows of the n-gram table, n_embd numbers each", min=1)
+    ngram_dropout: float = flag(
+        None, "probability of dropping an n-gram in training; auto: by the number of epochs"
+    )
     softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
     loss_chunk: int = flag(None, "tokens per chunk of head and loss; 0: all at once")
     # optimizer
     optimizer: str = flag("muon", "muon: Muon for matrices, Adam for the rest", ("muon", "adamw"))
-    muon_lr: float = flag(None, "learning rate of Muon; auto: from max_steps", min=1e-9)
-    adam_lr: float = flag(None, "learning rate of Adam; auto: from the width", min=1e-9)
+    muon_lr: float = flag(
+        None, "learning rate of Muon; auto: 0.02 (5,000 / max_steps)^0.16", min=1e-9
+    )
+    adam_lr: float = flag(None, "learning rate of Adam; auto: 0.006 (768 / n_embd)^0.4", min=1e-9)
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
     embed_decay: float = flag(
-        None, "decay of embeddings: to exp(-X) in a run at the peak rate; auto: by the epochs"
+        None, "decay of embeddings over the run, as exp(-X); auto: 0 to 1.5, by the epochs"
     )
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
     batch_tokens: int = flag(
-        524288, "global batch size in tokens; auto: from the dataset's size", min=1, auto=True
+        524288, "global batch size in tokens; auto: by the dataset (--init_from)", min=1, auto=True
     )
     micro_batch: int = flag(None, "sequences per device per micro-step; auto: what fits", min=1)
-    max_steps: int = flag(3250, "optimizer steps; auto: from the dataset's size", min=1, auto=True)
+    max_steps: int = flag(
+        3250, "optimizer steps; auto: by the dataset (--init_from)", min=1, auto=True
+    )
     minutes: float = flag(0.0, "train for N minutes, with a schedule that ends then; 0 disables")
     max_minutes: float = flag(0.0, "pause after N minutes, to --resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
     patience: int = flag(
-        0, "after the first epoch, stop after N evaluations without improvement; 0 disables"
+        0, "stop after N evaluations without a lower loss, after the first epoch; 0 disables"
     )
-    short_frac: float = flag(0.0, "train this first part of the run on sequences of seq_len / 8")
+    short_frac: float = flag(0.0, "fraction of steps, the first, on sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
     # systems
     compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
-    dtype: str = flag("auto", "of activations; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
+    dtype: str = flag(
+        "auto",
+        "of activations and matmuls; auto: bf16 if faster, otherwise fp32",
+        ("auto", *DTYPES),
+    )
     fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)")
-    matmul_precision: str = flag("highest", "of fp32 matmuls; high = TF32", MATMUL_PRECISIONS)
+    matmul_precision: str = flag("highest", "of fp32 matmuls; high: TF32", MATMUL_PRECISIONS)
     attn: str = flag("auto", "attention backend (fa3, fa4: untested)", ATTENTION_BACKENDS)
     checkpointing: str = flag(
-        "auto", "activations to recompute: none, selective, full; 0.3 = keep 30 % of them"
+        "auto", "of activations: none, selective, full, or the fraction to keep; auto: by memory"
     )
-    offload: str = flag("none", "what to keep in CPU memory", ("none", "activations", "optimizer"))
-    parallel: str = flag("ddp", "hsdp shards over --shard_size ranks", PARALLEL_MODES)
+    offload: str = flag(
+        "none",
+        "keep this in CPU memory: slower, less GPU memory",
+        ("none", "activations", "optimizer"),
+    )
+    parallel: str = flag(
+        "ddp", "fsdp: shard over all ranks; hsdp: over --shard_size", PARALLEL_MODES
+    )
     shard_size: int = flag(None, "ranks per copy with hsdp; auto: those of a node", min=1)
-    grad_comm: str = flag("fp32", "gradient reduction; bf16 halves traffic", ("fp32", "bf16"))
+    grad_comm: str = flag(
+        "fp32", "dtype in which ranks exchange gradients; bf16: half the bytes", ("fp32", "bf16")
+    )
     bucket_cap_mb: int = flag(25, "DDP bucket size in MiB", min=1)
-    alloc_conf: str = flag("", "CUDA allocator settings, e.g. expandable_segments:True")
+    alloc_conf: str = flag("", "CUDA allocator settings, such as expandable_segments:True")
     deterministic: bool = flag(False, "use only operations with reproducible results")
-    doc_align: bool = flag(False, "start each sequence with a document; drop what is too long")
-    doc_mask: bool = flag(False, "mask attention across documents")
+    doc_align: bool = flag(
+        False, "begin each sequence with a document; drop the rest of one that does not fit"
+    )
+    doc_mask: bool = flag(False, "keep attention and n-grams within a document")
     # logging and checkpoints
     eval_every: int | str = flag(
         250, "steps between evaluations; auto: ten in all", ("end",), min=1, auto=True
@@ -231,7 +259,7 @@ def choose_learning_rates(cfg: Config) -> Config:
     """Set muon_lr (of the blocks' matrices) and adam_lr (of the rest; with adamw, of everything).
 
     A rate that is not given is computed from the number of steps or the width, by formulas fitted
-    to the runs in docs/rates.md. For GPT-2 small and 5,000 steps they give the speedrun's rates.
+    to the runs in docs/recipe.md. For GPT-2 small and 5,000 steps they give the speedrun's rates.
     """
     # Shorter runs and narrower models take higher rates
     if cfg.optimizer == "adamw":

@@ -1,6 +1,6 @@
 """`bench.py experiment`: compare an edit's loss with a base, over datasets and seeds; the ledger.
 
-docs/experiments.md shows how to use it.
+docs/changing.md shows how to use it.
 """
 
 import csv

@@ -203,7 +203,7 @@ def cache_is_exact(model: GPT) -> bool:
 
 
 # How text is sampled by default. A small model misspells words; min_p prevents that, but makes it
-# repeat itself, as temperatures below 1 do. dry_multiplier prevents that (docs/benchmarks.md)
+# repeat itself, as temperatures below 1 do. dry_multiplier prevents that (docs/using.md)
 SAMPLING = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.05, dry_multiplier=3.0)
 
 

@@ -133,7 +133,7 @@ def choose_by_epochs(cfg: Config, stream: TokenStream) -> dict[str, Any]:
     embed_decay = cfg.embed_decay
     if embed_decay is None:
         # It lowers the loss where the dataset is repeated, and may raise it otherwise
-        # (docs/rates.md). Embeddings of --init_from are trained already
+        # (docs/recipe.md). Embeddings of --init_from are trained already
         embed_decay = min(1.5, max(0.0, epochs - FEW_EPOCHS))
         if cfg.optimizer == "adamw" or cfg.init_from:
             embed_decay = 0.0
@@ -153,7 +153,7 @@ def dropout_for_epochs(epochs: float) -> float:
 def choose_ngram(tokens: np.ndarray, vocab_size: int, longest: int) -> int:
     """Return the length of the longest n-grams, from 2 to `longest`, that have mostly occurred.
 
-    Others are memorized (docs/rates.md). tokens: int64 (N,), the first of the dataset.
+    Others are memorized (docs/recipe.md). tokens: int64 (N,), the first of the dataset.
     """
     # Each n-gram as a number in base vocab_size
     ngrams = tokens[:-1] * vocab_size + tokens[1:]

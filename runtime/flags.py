@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 # With one of these, --minutes chooses no size
 SIZE_FLAGS = {"preset", "params", "n_layer", "n_embd", "n_head", "init_from"}
 
+# The first flag of each group in --help, and the group's heading
+HEADINGS = {
+    "preset": "run",
+    "params": "model",
+    "optimizer": "optimizer and schedule",
+    "compile": "systems",
+    "eval_every": "logging and checkpoints",
+}
+
 # Type of a flag -> how its text is read
 READERS: dict[type, Callable] = {int: integer, float: float, bool: boolean, str: str}
 
@@ -162,6 +171,8 @@ def parse_flags(
         argument_default=argparse.SUPPRESS,
     )
     fields = flags_of(config)
+    group: Any = parser  # of flags before the first heading
+    parser.usage = "train_gpt.py [--FLAG VALUE]..."
     for field in fields.values():
         kind, words = kind_of(field), field.metadata.get("words", ())
         kinds = () if kind is str and words else (kind.__name__,)
@@ -177,7 +188,9 @@ def parse_flags(
         default = help_defaults.get(field.name, field.default)
         if default != "":
             help_text = f"{help_text} [{'auto' if default is None else default}]"
-        parser.add_argument(f"--{field.name}", help=help_text, **options)
+        if field.name in HEADINGS:
+            group = parser.add_argument_group(HEADINGS[field.name])
+        group.add_argument(f"--{field.name}", help=help_text, **options)
 
     short: dict[str, Any] = dict(dest="dtype", action="store_const", const="bf16")
     parser.add_argument("--bf16", **short, help="short for --dtype bf16")

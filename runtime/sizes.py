@@ -33,7 +33,7 @@ def tokens_are_bytes(vocab_size: int) -> bool:
 
 
 def max_epochs(cfg: Config, n_tokens: int, vocab_size: int) -> float:
-    """Most epochs of --minutes: more did not lower the loss on small datasets (docs/rates.md)."""
+    """Most epochs of --minutes: more did not lower the loss on small datasets (docs/recipe.md)."""
     if cfg.init_from:
         return finetuning_tokens(n_tokens) / n_tokens
     return MAX_EPOCHS_OF_BYTES if tokens_are_bytes(vocab_size) else MAX_EPOCHS

@@ -153,7 +153,8 @@ def test_pages_name_real_commands_and_flags(page, capsys):
     known |= set("nodes ntasks gpus cpus time signal kill pid shutdown".split())  # Slurm, py-spy
     known |= {"batch_size", "start", "model", "model_args"}  # of nanoGPT, of lm_eval
     assert set(re.findall(r"(?<![\w-])--(\w+)", text)) - known == set()
-    commands = re.findall(r"^(?:torchrun .*?|python )((?:\w+/)*\w+\.py)(.*)$", text, re.MULTILINE)
+    lines = text.replace("\\\n", "")
+    commands = re.findall(r"^(?:torchrun .*?|python )((?:\w+/)*\w+\.py)(.*)$", lines, re.MULTILINE)
     for script, flags in commands:
         assert (ROOT / script).exists(), script
         if script == "train_gpt.py":
@@ -166,3 +167,39 @@ def test_the_readmes_files_are_there():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     names = re.findall(r"`([\w/]+\.py|\w+/)`", "".join(re.findall(r"(?m)^\| `.*? \| ", text)))
     assert len(names) > 9 and all((ROOT / name).exists() for name in names)
+
+
+def numbers_in(text: str) -> list[str]:
+    return re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?!\.?\d)", text.replace(",", ""))
+
+
+def test_the_readmes_figures_are_those_of_their_records():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    n_compared = 0
+    for block in re.split(r"\n(?=\||- |\n)", text):  # a row of a table, an item, a paragraph
+        facts = []
+        for name in re.findall(r"\((records/(?:bench|laptop)/[^/)]+)", block):
+            logs = [path.read_text() for path in (ROOT / name).glob("*/log.txt")]
+            facts += numbers_in((ROOT / name / "README.md").read_text(encoding="utf-8"))
+            facts += re.findall(r"\d+(?= parameters)", "".join(logs).replace(",", ""))
+        shown = re.sub(r"\]\([^)]*\)|`[^`]*`", "", block)
+        for number in numbers_in(re.sub(r"(?<=\d)[Mk]\b", "", shown)) if facts else ():
+            n_decimals = len(number.partition(".")[2])
+            values = [float(fact) / scale for fact in facts for scale in (1, 1e6)]
+            assert number in {f"{value:.{n_decimals}f}" for value in values}, block
+            n_compared += 1
+    assert n_compared > 30
+
+
+def test_the_readme_quotes_the_log_of_the_default_run():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    source, lines = re.findall(
+        r"<!-- .*default run.*: (\S+) -->\n.*?\n```\n(.*?)\n```", text, re.S
+    )[0]
+    commit, _, path = source.rpartition(":")
+    if commit:
+        done = subprocess.run(["git", "show", source], cwd=ROOT, capture_output=True, text=True)
+        log = done.stdout or pytest.skip("needs the whole history")
+    else:
+        log = (ROOT / path).read_text(encoding="utf-8")
+    assert all(line in log.splitlines() for line in lines.splitlines())

@@ -51,10 +51,11 @@ def test_a_prompt_that_is_cut_is_said(run):
         assert (said in run("--max_new_tokens", 1, "--prompt", "a" * n).err) == cut
 
 
-def test_the_tours_notebook(plain, capsys):
-    (code,) = re.findall("```python\n(.*?)```", (ROOT / "docs/tour.md").read_text(), re.DOTALL)
+def test_the_notebook_of_the_docs(plain, capsys):
+    text = (ROOT / "docs/using.md").read_text()
+    code = re.findall("```python\n(.*?)```", text, re.DOTALL)[-1]
     names = dict(run=plain)  # a pathlib.Path
-    exec(code.replace('"runs/tour"', "run"), names)
+    exec(code.replace('"runs/mine"', "run"), names)
     assert names["logits"].shape[:2] == (1, 5) and len(capsys.readouterr().out) > 40
 
 

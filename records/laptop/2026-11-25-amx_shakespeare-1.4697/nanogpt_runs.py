@@ -1,8 +1,11 @@
 """Convert the logs of nanoGPT in baseline/ to runs that bench.py reads: python nanogpt_runs.py OUT
 
     python records/laptop/2026-11-25-amx_shakespeare-1.4697/nanogpt_runs.py OUT
-    python bench.py plot records/laptop/2026-11-25-amx_shakespeare-1.4697 OUT --target 1.4697 \
-        --label "this repository" --label "nanoGPT's recipe" --out docs/race.png
+    python bench.py plot records/laptop/2026-11-25-amx_shakespeare-1.8857 \
+        records/laptop/2026-11-25-amx_shakespeare-1.4697 OUT --log --target 1.8857 --target 1.4697 \
+        --label "train_gpt, 1 x 64, 2.2M parameters" --label "train_gpt, 4 x 128, 9.3M parameters" \
+        --label "nanoGPT's recipe for CPUs, 4 x 128, 0.8M parameters" \
+        --title "tinyshakespeare, 2 cores of an Intel Xeon" --out docs/race.png
 
 "iter N" in a log is the loss before update N + 1, "step N" an evaluation after N updates. Some
 iterations include an evaluation, so the time per update is the mean of the others.
