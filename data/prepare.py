@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -433,7 +434,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Prepare token shards.", allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
     add = parser.add_argument
-    several = dict(nargs="+", action="extend")
+    several: dict[str, Any] = dict(nargs="+", action="extend")
     add("source", metavar="SOURCE", help=f"one of {', '.join(OPTIONS_OF)}")
     add(
         "paths",

@@ -22,7 +22,10 @@ PYTHON_VOCABULARY = DATA_DIR / "python_tokenizer.json"
 GPT2 = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
 HEADER_BYTES = 1024
 # The version and the dtype of the tokens for each magic number
-FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
+FORMATS: dict[int, tuple[int, np.dtype]] = {
+    20240520: (1, np.dtype("<u2")),
+    20240801: (7, np.dtype("<u4")),
+}
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> dict:
@@ -30,8 +33,8 @@ def write_shard(path: Path, tokens: np.ndarray) -> dict:
     header = np.zeros(256, dtype="<i4")
     header[:3] = 20240520, 1, tokens.size
     with open(path, "wb") as file:
-        file.write(header)
-        file.write(tokens.astype("<u2", casting="safe"))
+        file.write(header.data)
+        file.write(tokens.astype("<u2", casting="safe").data)
     return {"tokens": tokens.size, "sha256": sha256_of_file(path)}
 
 

@@ -14,7 +14,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +153,12 @@ def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarra
     The remainders of documents are dropped.
     """
     # The positions of documents in the whole sequence
-    starts = []
+    found = []
     for i, offset in enumerate(shards.offsets):
         for begin in range(0, shards.lengths[i], READ_AT_ONCE):
             tokens = shards.read_tokens(i, begin, READ_AT_ONCE)
-            starts.append(np.flatnonzero(tokens == eot) + offset + begin)
-    starts = np.concatenate(starts)
+            found.append(np.flatnonzero(tokens == eot) + offset + begin)
+    starts = np.concatenate(found)
     starts = starts[starts + seq_len < shards.n_tokens]
     # For a sequence at each document: the first document that starts after it
     following = np.searchsorted(starts, starts + seq_len).tolist()
@@ -353,7 +353,7 @@ def map_ahead(
     pool = ThreadPoolExecutor(threads, thread_name_prefix="map_ahead")
     try:
         # The results that are started but not yielded, in order
-        ahead = deque()
+        ahead: deque[Future] = deque()
         for item in items:
             ahead.append(pool.submit(function, item))
             if len(ahead) > depth:
