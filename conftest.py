@@ -28,8 +28,7 @@ import train_gpt
 from common.errors import UserError, run_command
 from data.shards import write_shard
 from data.tokenizers import get_tokenizer
-from model import GPT, Block, GPTConfig, optimizer_groups
-from ops.compile import apply_compile
+from model import GPT, GPTConfig, optimizer_groups
 from runtime.auto import choose_auto_values
 from runtime.checkpoint import list_checkpoints, read_checkpoint
 from runtime.environment import configure_device
@@ -158,15 +157,6 @@ def compile_with(monkeypatch, backend) -> None:
         return compiled(function, **options | dict(mode=None, options=None, backend=backend))
 
     monkeypatch.setattr(torch, "compile", compile)
-
-
-def block_options(monkeypatch, mode: str) -> dict:
-    """The options of Inductor with which apply_compile compiles a block."""
-    taken = []
-    with monkeypatch.context() as patch:
-        patch.setattr(Block, "compile", lambda self, options, **_: taken.append(options))
-        apply_compile(random_gpt(n_layer=1), mode)
-    return taken[0]
 
 
 # --------------------------------------------------------------------------------------------------
