@@ -102,17 +102,6 @@ def test_any_parameters_under_any_optimizer_resume_exactly(optimizer, data, tmp_
         assert rows(run, "lr") == pytest.approx([1e-3 * x for x in factors])
 
 
-def test_a_run_that_goes_on_for_longer_keeps_its_other_flags(undisturbed, tmp_path):
-    flags = dict(resume=undisturbed / "ckpt_8.pt", out_dir=tmp_path, max_steps=16, keep=1)
-    train(make_config(**flags))
-    config = final(tmp_path)["config"]
-    kept = dict(max_steps=16, keep=1, save_every=1, eval_every=4, n_embd=32, adam_lr=0.004)
-    assert kept.items() <= config.items()
-    # The rate follows the new schedule
-    rates = [0.02 * (0.05 + 0.95 * min(1, (16 - step) / 9.6)) for step in range(8, 16)]
-    assert rows(tmp_path, "lr") == pytest.approx(rates)
-
-
 def test_weights_fit_another_context_and_bring_their_sizes(undisturbed, data, tmp_path):
     sizes = {"n_layer", "n_embd", "n_head", "ngram"}
     flags = {name: value for name, value in TINY.items() if name not in sizes}

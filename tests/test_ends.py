@@ -3,7 +3,6 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,8 +10,7 @@ import train_gpt
 from common.errors import RunError, UserError
 from conftest import TINY, final, rows, tiny_run
 from runtime import checkpoint as checkpoint_module
-from runtime.checkpoint import list_checkpoints, read_checkpoint
-from runtime.ranks import join_ranks
+from runtime.checkpoint import read_checkpoint
 from train_gpt import make_config, train
 
 
@@ -96,13 +94,6 @@ def test_weights_that_are_not_finite_are_not_saved(data, tmp_path, monkeypatch):
     assert final(tmp_path / "run")["step"] == 2
 
 
-def test_the_last_step_is_saved_in_another_folder(data, plain, tmp_path):
-    folder = tmp_path / "branch"
-    summary = tiny_run(folder, data=data, resume=list_checkpoints(plain)[0])
-    assert summary["step"] == final(folder)["step"] == 20
-    assert train(make_config(out_dir=str(folder), resume="newest", max_steps=21))["step"] == 21
-
-
 # --------------------------------------------------------------------------------------------------
 # Figures
 
@@ -140,52 +131,8 @@ def test_bits_per_byte_are_those_of_the_evaluated_targets(data, tmp_path):
     assert rows(tmp_path / "run", "val_bpb")[-1] == pytest.approx(nats / math.log(2) / n_bytes)
 
 
-def test_bytes_of_tokens():
-    from data.tokenizers import get_tokenizer
-
-    for name, text in (("bytes", "é a"), ("integers:300", "7 299")):
-        tokenizer = get_tokenizer(name)
-        tokens = tokenizer.encode(text)
-        counted = tokenizer.bytes_per_token()
-        assert counted[tokens].sum() == len(tokenizer.decode_bytes(tokens))
-        assert counted[tokenizer.eot] == 0 and counted.dtype == np.float64
-
-
 # --------------------------------------------------------------------------------------------------
-# Weights & Biases, sources
-
-
-def test_sources_are_copied_again_only_if_they_have_changed(data, tmp_path, monkeypatch):
-    from runtime import run_folder
-
-    folder = tmp_path / "run"
-    for step in (2, 3, 4):
-        tiny_run(folder, data=data, max_steps=step, resume="auto")
-    assert [path.name for path in folder.glob("source*")] == ["source"]
-    edited = tmp_path / "train_gpt.py"
-    edited.write_text("another")
-    monkeypatch.setitem(run_folder.SOURCE_FILES, "train_gpt.py", edited)
-    tiny_run(folder, data=data, max_steps=5, resume="newest")
-    assert (folder / "source_4" / "train_gpt.py").read_text() == "another"
-
-
-# --------------------------------------------------------------------------------------------------
-# Ranks and settings of the process
-
-
-@pytest.mark.parametrize(
-    "variables, sentence",
-    [
-        (dict(RANK="1"), "RANK is 1, but WORLD_SIZE is 1; unset both"),
-        (dict(RANK="9", WORLD_SIZE="2"), "RANK is 9, but WORLD_SIZE is 2; unset both"),
-        (dict(SLURM_STEP_NUM_TASKS="2"), "srun has started 2 tasks"),
-    ],
-)
-def test_ranks_that_cannot_be(variables, sentence, monkeypatch):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=sentence):
-        join_ranks()
+# Settings of the process
 
 
 @pytest.mark.parametrize("setting", ["float64", "device", "no_grad", "autocast"])

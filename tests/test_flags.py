@@ -137,12 +137,18 @@ def test_a_compiler_that_fails_in_a_run_is_told():
 
 
 def test_variables_of_a_launcher(monkeypatch):
+    for name, value, says in (
+        ("SLURM_STEP_NUM_TASKS", "2", "srun has started 2 tasks"),
+        ("RANK", "1", "RANK is 1, but WORLD_SIZE is 1; unset both"),
+        ("WORLD_SIZE", "two", "is 'two'; expected an"),
+        ("WORLD_SIZE", "2", "RANK expected, but not set"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert says in refusal(join_ranks)
     for name, value in (("WORLD_SIZE", "1"), ("WORLD_SIZE", ""), ("RANK", "")):
         monkeypatch.setenv(name, value)
         assert join_ranks() == CPU
-    for world_size, says in (("2", "RANK expected, but not set"), ("two", "is 'two'; expected an")):
-        monkeypatch.setenv("WORLD_SIZE", world_size)
-        assert says in refusal(join_ranks)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     said = "--max-restarts needs a folder to resume from; give --out_dir"
     assert said in refusal(flag_checks.check_flags, make_config())

@@ -20,7 +20,6 @@ import sample
 import train_gpt
 from common.errors import run_command
 from conftest import (
-    TINY,
     assert_weights_equal,
     built,
     compile_with,
@@ -263,20 +262,18 @@ def test_a_layer_starts_by_looking_for_what_followed(window, head, monkeypatch):
 def test_dropped_ngrams():
     idx, gpt = tokens(8), random_gpt(ngram=2, ngram_rows=1 << 16)
     words, whole = gpt.wte(idx), gpt.embed(idx, 24)
-    gpt.ngram_dropout, steps = 0.4, []
+    gpt.ngram_dropout, dropped = 0.4, 0
     for gpt.step_seed in range(100):
         got = gpt.embed(idx, 24)
         is_dropped = (got == words).all(-1)
         expected = torch.where(is_dropped[..., None], words, words + (whole - words) / 0.6)
         torch.testing.assert_close(got, expected)
-        steps.append(is_dropped.float())
+        dropped = dropped + is_dropped / 100
         # Whatever rows are beside it
         assert torch.equal(gpt.embed(idx[3:5], 24), got[3:5])
     assert torch.equal(gpt.eval().embed(idx, 24), whole)
-    dropped = torch.stack(steps)
     assert dropped.mean() == pytest.approx(0.4, abs=0.015)  # of 19,200 draws: 4 standard deviations
-    # Of each token, and in each step
-    assert max((dropped.mean(dims) - 0.4).abs().max() for dims in (0, (1, 2))) < 0.25
+    assert (dropped - 0.4).abs().max() < 0.25  # of each token
 
 
 # --------------------------------------------------------------------------------------------------
@@ -396,27 +393,22 @@ def test_eager_functions_are_pytorchs(ours, plain):
 
 def test_top_k_and_top_p_draw_from_the_likeliest():
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    logits = p.log().repeat(4000, 1)
+    logits = p.log().roll(1).repeat(4000, 1)  # the likeliest is not the first
     draws = torch.rand((4000, 1), generator=torch.Generator().manual_seed(0))
-    logits = logits.roll(1, dims=1)  # the likeliest is not the first
-    for top_k in (0, 4):
-        found = torch.bincount(sample_token(logits, draws, 1.0, top_k, 1.0, 0.0)[:, 0])
-        torch.testing.assert_close(found / 4000, p.roll(1), atol=0.03, rtol=0)
+    found = torch.bincount(sample_token(logits, draws, 1.0, 0, 1.0, 0.0)[:, 0])
+    torch.testing.assert_close(found / 4000, p.roll(1), atol=0.03, rtol=0)
     draws[0], draws[1] = 0, 1 - 2**-24  # the ends of what torch.rand draws
     for top_k, top_p, min_p, n in (
         (2, 1.0, 0.0, 2),
         (0, 0.8, 0.0, 2),
         (0, 0.81, 0.0, 3),
         (0, 1e-9, 0.0, 1),
-        (9, 1.0, 0.0, 4),
-        (0, 1.0, 0.29, 3),
-        (0, 1.0, 0.31, 2),
-        (3, 1.0, 0.05, 3),
+        (9, 1.0, 0.29, 3),
+        (3, 1.0, 0.31, 2),
         (0, 1.0, 1.0, 1),
     ):
         drawn = sample_token(logits, draws, 1.0, top_k, top_p, min_p)
         assert sorted((drawn.unique() - 1) % 4) == list(range(n))
-    assert (sample_token(logits, draws, 0, 0, 1.0, 0.0) == 1).all()
 
 
 def test_a_compiled_step_serves_all_texts_and_multiplies_a_row_by_sums(monkeypatch):
@@ -590,13 +582,11 @@ SINCE_2_12 = pytest.mark.skipif(torch.__version__ < "2.12", reason="no float8 ma
 def test_fp8_products_are_close(device):
     torch.manual_seed(0)
     sizes = torch.tensor([0.0, 1e-20, 1e-4, 1.0, 300.0, 1e6, 1e30])[torch.arange(64) % 7, None]
-    x, w = (sizes * torch.randn(64, 256)).bfloat16(), torch.randn(48, 256).bfloat16()
-    grad = (sizes.flip(0) * torch.randn(64, 48)).clamp(max=1e4).bfloat16()
+    x, w, grad = torch.randn(64, 256), torch.randn(48, 256), torch.randn(64, 48)
     w[3] = 0
-    w[5] *= 1e-4
-    x, w, grad = (t.to(device).requires_grad_() for t in (x, w, grad))
+    inputs = (sizes * x, w, (sizes.flip(0) * grad).clamp(max=1e4))
+    x, w, grad = (t.to(device, torch.bfloat16).requires_grad_() for t in inputs)
     got = Fp8Linear.apply(x.view(4, 16, 256), w).flatten(0, 1)
-    assert got.dtype == torch.bfloat16 and not got[:, 3].any()
     dx, dw = torch.autograd.grad(got, (x, w), grad)
     # e4m3, and e5m2. Each row has its scale; rows of zeros stay zeros
     wants = ((got, x.float() @ w.float().T, 0.06), (dx, grad.float() @ w.float(), 0.12))
@@ -640,8 +630,7 @@ def mix_into_mlp(monkeypatch, mix) -> None:
 
 def test_what_bypasses_the_cache_is_sampled_without_one(data, tmp_path, monkeypatch, capsys):
     mix_into_mlp(monkeypatch, lambda x: F.pad(x, (0, 0, 1, -1)))  # the token before
-    flags = TINY | dict(data=data, out_dir=tmp_path, max_steps=4, sample_every=2)
-    gpt = train_gpt.train(train_gpt.make_config(**flags), return_model=True)[1]
+    tiny_run(tmp_path, data=data, max_steps=4, sample_every=2)
     log = (tmp_path / "log.txt").read_text()
     title = r"--- sample at step \d: validation text >>> the model's continuation\n"
     assert len(re.findall(title + r"\(sampling without a KV cache", log)) == 2
@@ -650,10 +639,9 @@ def test_what_bypasses_the_cache_is_sampled_without_one(data, tmp_path, monkeypa
     assert run_command(sample.main, command.split()) == 0
     shown = capsys.readouterr()
     assert shown.err.startswith(NO_CACHE + "\n")
-    eot = torch.tensor([[256]])
-    steps = generate(gpt, eot, n_tokens=40, vocab_size=257, temperature=0, use_cache=False)
-    text = bytes(itertools.takewhile(lambda token: token < 256, map(int, steps)))
-    assert shown.out.encode().startswith(text)
+    monkeypatch.setattr(sample, "cache_is_exact", lambda model: True)
+    assert run_command(sample.main, command.split()) == 0
+    assert shown.out != capsys.readouterr().out
 
 
 def test_a_cache_that_an_edit_cannot_use_is_not_exact(monkeypatch):
@@ -663,10 +651,6 @@ def test_a_cache_that_an_edit_cannot_use_is_not_exact(monkeypatch):
     assert not cache_is_exact(gpt)
 
 
-@torch.no_grad()
-def test_an_edit_of_may_attend_masks_without_a_window_too(monkeypatch):
-    idx, plain = torch.arange(12)[None], may_attend
-    windowed, edited = (random_gpt(window=window, seq_len=16) for window in ("S:3", "L"))
-    assert not torch.allclose(edited(idx), windowed(idx), atol=1e-3)
-    monkeypatch.setattr(model, "may_attend", lambda query, key, *_: plain(query, key, 3))
-    torch.testing.assert_close(edited(idx), windowed(idx))
+def test_an_edit_of_may_attend_masks_without_a_window_too():
+    mask = attention_mask("sdpa", lambda q, k, *_: may_attend(q, k, 3), tokens(), 0, None)
+    assert torch.equal(mask, explicit_mask(tokens(1), 3, None)[0, 0])
