@@ -47,6 +47,7 @@ def test_cases_are_interleaved_and_what_ends_one_is_its_note():
         "plot",
         "experiment --flags= --final",
         "experiment --flags=--data=a",
+        "experiment --flags=nowhere",
     ),
 )
 def test_bench_refuses(line, capsys):
@@ -133,6 +134,8 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train_gpt.py").write_text(bench_cases.FAKE_TRAINER)
         sides[name] = f"--flags={tmp_path}/{name} --softcap="
+    with open(tmp_path / "edit" / "train_gpt.py", "a") as page:
+        page.write("\nONE = 1\n# and a comment\n")
     base, edit = sides["base"] + "1", sides["edit"]
     texts = [str(make_data(tmp_path / name)) for name in "ab"]
     flags = f"{SMALL} --max_steps 20 --eval_every 2 --ledger {ledger} --data".split() + texts
@@ -141,11 +144,6 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
         code = run_command(bench.main, ["experiment", *flags, *more])
         return code, capsys.readouterr().out
 
-    assert ended("--flags=nowhere")[0] == 2
-    assert "| all | 1 |" in ended(base, edit + "1")[1]
-    with open(tmp_path / "edit" / "train_gpt.py", "a") as page:
-        page.write("\nONE = 1\n# and a comment\n")
-    order.unlink()
     more = ["--describe", "one\tmore", "--json", str(tmp_path / "out.json")]
     assert "keep (keep: a score below 1 with p < 0.05" in ended(base, edit + "2", *more)[1]
     ran = order.read_text().splitlines()
@@ -158,17 +156,14 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     code, out = ended(base, edit + "1 --adam_lr=9")
     assert code == 0 and "the edit fails: it diverged" in out
     assert ended(base + " --adam_lr=9", edit + "1")[0] == 2
-    for times in (1, 2):
-        said = f"have read the holdout: {times}."
-        assert said in ended("--final", base, edit + "2")[1]
+    assert "have read the holdout: 1." in ended("--final", base, edit + "2")[1]
 
     with open(ledger) as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     found = [[row[key] for key in ("verdict", "score", "final")] for row in rows]
     score = f"{math.sqrt(3 / 4 * 2.8 / 4):.5g}"  # the losses are 4, and 3 and 2.8 with two seeds
-    assert found[:3] == [["discard", "1", ""], ["keep", score, ""], ["crash", "", ""]]
-    assert found[3:] == [["keep", score, "1"], ["keep", score, "2"]]
-    difference = (tmp_path / "experiments" / f"{rows[1]['edit']}.diff").read_text()
+    assert found == [["keep", score, ""], ["crash", "", ""], ["keep", score, "1"]]
+    difference = (tmp_path / "experiments" / f"{rows[0]['edit']}.diff").read_text()
     assert "+ONE = 1\n" in difference and difference.count("\n+") == 4
     pytest.importorskip("matplotlib")
     assert run_command(bench.main, ["plot", str(ledger)]) == 0

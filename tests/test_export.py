@@ -13,7 +13,7 @@ import export
 import model as model_module
 import sample
 from common.errors import run_command
-from conftest import flags_of, run_main, run_python, tiny_run
+from conftest import refusal, run_python, tiny_run
 from data.shards import PYTHON_VOCABULARY
 from data.tokenizers import get_tokenizer
 from inference.generation import generate
@@ -68,18 +68,15 @@ def test_int8_file_is_what_int8_makes(windowed, data, tmp_path, capsys):
     (tmp_path / "text").write_text("some text " * 50)
 
     def nats(*flags) -> float:
-        assert (
-            run_command(sample.main, [*map(str, flags), "--perplexity", str(tmp_path / "text")])
-            == 0
-        )
+        words = [*map(str, flags), "--perplexity", str(tmp_path / "text")]
+        assert run_command(sample.main, words) == 0
         return float(capsys.readouterr().out.splitlines()[2].split()[4])
 
     rounded, plain = nats(path), nats(windowed)
     assert nats(windowed, "--int8") == rounded == nats(path, "--int8")
     assert plain != rounded == pytest.approx(plain, rel=0.01)
-    flags = dict(init_from=path, data=data, out_dir=tmp_path / "run")
-    code, err = run_main(flags_of(flags), capsys)
-    assert code == 2 and "does not fit this model" in err
+    said = refusal(tiny_run, tmp_path / "run", init_from=path, data=data)
+    assert "does not fit this model" in said
     assert path.stat().st_size < sample.find_file(windowed).stat().st_size / 4
 
 

@@ -1,7 +1,6 @@
 """Flags: mistakes are told in one sentence, rules, automatic values and sizes."""
 
 import dataclasses
-import inspect
 import os
 import re
 from pathlib import Path
@@ -9,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch._inductor.exc import CppCompileError, InductorError
 
 import train_gpt
-from common.errors import UserError, error_sentence
+from common.errors import UserError
 from common.values import largest_divisor
 from conftest import (
     ROOT,
@@ -27,7 +25,7 @@ from conftest import (
     stream_of,
     tiny_run,
 )
-from runtime import auto, device, flag_checks, model_setup
+from runtime import auto, flag_checks, model_setup
 from runtime.auto import choose_by_epochs
 from runtime.flags import OTHER_NAMES, check_values, flag, integer, kind_of, parse_flags
 from runtime.ranks import DistContext, join_ranks
@@ -121,15 +119,6 @@ def test_a_compiler_that_does_not_work_is_told(data, tmp_path):
     said = r"error: --compile failed in the compiler or its cache \(.*\); repair it.*\n"
     assert done.code == 2 and re.fullmatch(said, done.stderr), done
     assert not (tmp_path / "run").exists()
-
-
-def test_a_compiler_that_fails_in_a_run_is_told():
-    for error, sentence in (
-        (CppCompileError(["g++"], "x" * 300 + "\ndisk full"), "x disk full); repair"),
-        (OSError(28, "disk full"), "its cache ([Errno 28] disk full); repair"),
-    ):
-        assert sentence in error_sentence(InductorError(error, inspect.currentframe()))
-    assert not error_sentence(InductorError(AssertionError(), inspect.currentframe()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,12 +253,6 @@ def test_ranks_share_a_batch_and_copies_evenly():
     for n, most, divisor in ((16, 5, 4), (12, 6, 6), (7, 6, 1), (1, 0, 1), (36, 100, 36)):
         assert largest_divisor(n, most) == divisor
 
-    nodes = DistContext(world_size=8, local_world_size=4)
-    assert not flag_checks.check_device(make_config(parallel="hsdp"), nodes)
-    refused = "--shard_size 3 (by default the ranks per node) does not divide the 8 ranks"
-    thirds = make_config(parallel="hsdp", shard_size=3)
-    assert refused in refusal(flag_checks.check_device, thirds, nodes)
-
 
 # --------------------------------------------------------------------------------------------------
 # What flags become
@@ -280,11 +263,8 @@ def test_learning_rates_by_rule():
         cfg = train_gpt.choose_learning_rates(make_config(**flags))
         return cfg.muon_lr, cfg.adam_lr
 
-    speedrun = rates(preset="gpt2-small", max_steps=5000)
-    assert speedrun == (0.02, 0.006)
+    assert rates(preset="gpt2-small", max_steps=5000) == (0.02, 0.006)  # the speedrun's
     assert rates() == pytest.approx((0.03, 0.012), rel=0.1)  # what was tuned by hand for laptop
-    # The best of 0.002, 0.004, 0.008, 0.016
-    assert rates(optimizer="adamw")[1] == pytest.approx(0.008, rel=0.05)
     assert rates(preset="gpt2-small", optimizer="adamw")[1] == 0.002
     # Wider models in longer runs take lower rates, both of them
     for kind in (0, 1):
@@ -300,13 +280,13 @@ def test_ngram_dropout_and_decay_by_epochs():
         flags |= dict(ngram=3, batch_tokens=32, seq_len=32, max_steps=round(312 * epochs))
         return choose_by_epochs(make_config(**flags), stream_of(10**4, 1024))[name]
 
-    epochs = (0.2, 0.5, 1, 4, 40, 400)
+    epochs = (0.2, 0.5, 1, 4, 40)
     dropout = [chosen(n, "ngram_dropout") for n in epochs]
-    assert dropout[:2] == [0, 0] and 0.05 < dropout[2] < 0.15 and dropout == sorted(dropout)
+    assert dropout[:2] == [0, 0] and 0.05 < dropout[2] < 0.15
     assert all(1.5 < n * (1 - p) < 2.5 for n, p in zip(epochs[3:], dropout[3:]))
     # Embeddings decay where the dataset is repeated
-    decays = [chosen(n, "embed_decay") for n in (0.6, 1.75, 5, 12)]
-    assert decays == pytest.approx([0, 1, 1.5, 1.5])
+    decays = [chosen(n, "embed_decay") for n in (0.6, 1.75, 5)]
+    assert decays == pytest.approx([0, 1, 1.5])
     for flags in (dict(init_from="runs/x"), dict(optimizer="adamw")):
         assert chosen(5, "embed_decay", **flags) == 0
 
@@ -325,8 +305,6 @@ def test_params_choose_sizes_that_flags_may_change():
     given = make_config(params=10_000_000, n_embd=256, batch_tokens=65536)
     assert (given.n_head, given.n_layer) == (2, 13)
     assert given.max_steps == round(20 * 12 * 13 * 256**2 / 65536)
-    assert make_config(params=290_000, n_layer=2).n_embd == 128
-    assert make_config(params=290_000).n_layer == 6
 
 
 def test_minutes_choose_the_size_whose_expected_loss_is_lowest():
@@ -356,19 +334,10 @@ def test_minutes_choose_the_size_whose_expected_loss_is_lowest():
     epochs = max_epochs(small, 10**5, 1024)
     assert small.max_steps * small.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
     assert [choose(2, 10**6, flops).n_embd for flops in (1e11, 3e10)] == [128, 64]
-    assert make_config(minutes=3.0).params is None
-    assert make_config(minutes=3.0, n_layer=2).params == 0
 
 
 def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     base = dict(preset="laptop", init_from="run", seq_len=512)
-    for flags, chosen in (
-        ({}, (None, 3, None)),
-        (dict(eval_every=150, patience=0), (None, 0, 150)),
-        (dict(max_steps=9), (9, 0, 150)),
-    ):
-        cfg = make_config(**base | flags)
-        assert (cfg.max_steps, cfg.patience, cfg.eval_every) == chosen
 
     def choose(n_tokens: int, world_size: int = 1, **flags) -> tuple[int, int]:
         cfg = make_config(**base | flags)
@@ -399,7 +368,6 @@ def test_minutes_on_a_small_dataset_end_after_some_epochs(vocab_size, epochs, ng
         cfg = resolved(make_config(**given, minutes=5.0), stream)
         assert cfg.max_steps * cfg.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
         assert (cfg.ngram, cfg.weight_decay) == (ngram, 0.05)
-    assert resolved(make_config(minutes=5.0, doc_align=True), stream).short_frac == 0.0
     # A small table has no room for n-grams of 4 byte pairs. auto: ten evaluations
     small = resolved(make_config(ngram_rows=65536, max_steps=19, eval_every=None), stream)
     assert (small.ngram, small.eval_every) == (6 if vocab_size == 257 else 3, 2)
@@ -508,13 +476,6 @@ def test_the_longest_ngrams_are_those_that_repeat():
         lengths.add(longest)
     assert lengths == {2, 3, 4, 5, 6}
 
-    # Only where a run repeats its dataset
-    stream = stream_of(10**5, 50304)
-    stream.train.read_sequences = lambda starts, length: rng.integers(50304, size=(1, length))
-    for max_steps, ngram in ((6, 4), (60, 2)):
-        cfg = make_config(dtype="fp32", seq_len=32, max_steps=max_steps)
-        assert resolved(cfg, stream).ngram == ngram
-
 
 def test_micro_batch_is_what_fits(monkeypatch):
     """The decision, with measurements made up: bytes per sequence by mode of recomputation."""
@@ -545,25 +506,6 @@ def test_micro_batch_is_what_fits(monkeypatch):
     assert "one sequence does not fit into this GPU's memory" in refusal(choose, 0)
     # Compiled, twice as many are tried once more
     assert choose(100, compile="default") == (8, "none") and tried[2:] == [64, 32, 16, 8, 16]
-
-
-def test_a_peak_is_of_the_device_by_that_name(monkeypatch):
-    peaks = {
-        "H100 80GB HBM3": 989e12,
-        "H100 80GB HBM3 MIG 1g.10gb": None,
-        "H200": 989e12,
-        "A100-SXM4-80GB": 312e12,
-        "A10": 125e12,
-        "A10-4Q": None,
-        "L40S": 362e12,
-        "RTX A1000": None,
-        "GeForce RTX 3090 Ti": None,
-        "GeForce RTX 4090": 165e12,
-        "GeForce RTX 4090 Laptop GPU": None,
-    }
-    for name, peak in peaks.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: f"NVIDIA {name}")
-        assert device.peak_flops(torch.device("cuda"), "bf16") == peak, name
 
 
 # --------------------------------------------------------------------------------------------------

@@ -541,6 +541,7 @@ def test_budget_of_the_compiler_acts(monkeypatch):
 @pytest.mark.parametrize("device, n_graphs", [("cpu", 1), ("cuda", 2)])
 def test_blocks_share_a_compilation_and_evaluation_has_its_own(device, n_graphs, monkeypatch):
     """In eval mode and without gradients, as what people add to a block may ask for."""
+    monkeypatch.setattr(model, "cross_entropy", lambda *args: 2 * cross_entropy(*args))  # an edit
     gpt, idx = random_gpt(loss_chunk=24, n_layer=2), tokens()
     counter, params = CompileCounterWithBackend("aot_eager"), list(gpt.parameters())
     want = gpt(idx, idx)

@@ -22,7 +22,6 @@ def test_newton_schulz_against_svd(shape):
     assert (inside - torch.diag_embed(values)).abs().max() < 2e-3
     least = 0.1 if shape[0] == shape[1] else 0.71  # square ones have tiny values
     assert least < values.min() and values.max() < 1.29
-    torch.testing.assert_close(newton_schulz(1e-5 * x), newton_schulz(1e5 * x), rtol=0, atol=1e-3)
     assert newton_schulz(torch.zeros(2, 3, 4)).abs().max() == 0
 
 

@@ -256,17 +256,6 @@ def test_packed_records_keep_the_difference(unpacked):
     assert not check.check_record(str(unpacked))[0]["broken"]
 
 
-def test_a_commit_beside_the_history_is_read_from_where_it_left(record, repository):
-    branch = (
-        "-c user.name=test -c user.email=test@localhost commit-tree -p HEAD -m branch HEAD^{tree}"
-    )
-    side = source.git(*branch.split(), folder=repository, advice="mend it").decode().strip()
-    head = source.git("rev-parse", "HEAD").decode().strip()
-    (record / "source.patch").write_text(f"commit {side}\n")
-    _, notes = check.check_record(str(record))
-    assert notes[0] == f"The source is commit {head[:7]} of this history."
-
-
 def test_p_is_that_of_the_reruns(record):
     losses = []
     for run in record.glob("seed_*"):
@@ -287,10 +276,6 @@ def test_pack_keeps_what_it_cannot_pack(unpacked):
     with pytest.raises(UserError, match="seed_1 ran a different model.py than source.patch"):
         check.pack(str(unpacked), "HEAD")
     assert len(list(unpacked.glob("*/source"))) == 3
-    for folder in unpacked.glob("*/source"):
-        shutil.rmtree(folder)
-    with pytest.raises(UserError, match="has no runs with source/"):
-        check.pack(str(unpacked), "HEAD")
 
 
 def test_sources_that_cannot_be_rebuilt_are_told(record):

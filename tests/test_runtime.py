@@ -59,7 +59,7 @@ from runtime.resume import newest_valid
 from runtime.run import SIGNALS, catch_signals
 from runtime.run_folder import SOURCE_FILES, locked_folder
 from runtime.trials import run_trials
-from train_gpt import get_batch, get_seq_len, make_config, train
+from train_gpt import get_batch, make_config, train
 
 
 def read_log(run: Path) -> str:
@@ -134,22 +134,19 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     assert read_log(folder).count("\nsources: ") == 2 and (folder / "source_6/model.py").exists()
 
 
-def test_wandb_gets_the_rows_and_a_failed_login_is_told(data, tmp_path, monkeypatch):
+def test_wandb_gets_the_rows(data, tmp_path, monkeypatch):
     run, flags = mock.Mock(), dict(data=data, wandb=True)
     wandb = SimpleNamespace(init=mock.Mock(return_value=run))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    tiny_run(tmp_path / "a", **flags, max_steps=2)
+    tiny_run(tmp_path, **flags, max_steps=2)
     *logged, end = run.mock_calls
     assert [call.kwargs["step"] for call in logged] == [1, 2, 2] and end == mock.call.finish()
     assert "val_loss" in logged[-1].args[0]
     run.log.side_effect = ConnectionError("the service is gone")
-    assert tiny_run(tmp_path / "a", **flags, max_steps=3, resume="newest")["step"] == 3
+    assert tiny_run(tmp_path, **flags, max_steps=3, resume="newest")["step"] == 3
     first, second = (call.kwargs["id"] for call in wandb.init.call_args_list)
     said = "--wandb has failed (the service is gone); the run continues without it"
-    assert first == second and read_log(tmp_path / "a").count(said) == 1
-    del wandb.init  # as with a broken package
-    said = refusal(tiny_run, tmp_path / "b", **flags)
-    assert re.fullmatch("--wandb could not start .* WANDB_MODE=offline", said)
+    assert first == second and read_log(tmp_path).count(said) == 1
 
 
 def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path):
@@ -185,14 +182,8 @@ def test_progress_of_minutes():
     times = [0.1 + 2 * i for i in range(6)]
     assert [done(time, 0.0, 25.2 / 60) for time in times] == pytest.approx(np.array(times) / 12.1)
     assert done(12.1, 0.0, 25.2 / 60) == 1
-    # By the clock, too, the first 70 % of the steps have short sequences, which take less time
-    cfg = make_config(minutes=2.0, short_frac=0.7)
-    clock, seq_lens = 0.0, []
-    while (progress := done(clock, 0.7)) < 1:
-        seq_lens.append(get_seq_len(progress, cfg))
-        clock += 1.0 if seq_lens[-1] < cfg.seq_len else 1.7
-    assert len(seq_lens) == pytest.approx(107 / (0.7 + 0.3 * 1.7), abs=2)
-    assert seq_lens.count(cfg.seq_len) / len(seq_lens) == pytest.approx(0.3, abs=0.02)
+    # Where 70 % of the steps have short sequences, these are over after less of the time
+    assert done(60, 0.7) > 60 / 105
 
 
 def test_the_strongest_reason_ends_a_run():
@@ -271,23 +262,22 @@ def test_max_minutes_leave_the_schedule_alone(clock, data, undisturbed, tmp_path
 
 
 def test_trials_end_with_the_first_that_does_not(capsys):
-    ends, trained = ["max_steps"] * 3, []
+    trained = []
 
     def fake(cfg):
         trained.append(cfg.out_dir)
-        return dict(val_loss=2.0 + cfg.seed, train_time_s=3.0, stopped_by=ends[cfg.seed])
+        ends = "SIGTERM" if len(trained) == 5 else "max_steps"
+        return dict(val_loss=2.0 + cfg.seed, train_time_s=3.0, stopped_by=ends)
 
     cfg = make_config(trials=3, out_dir="runs/x")
     run_trials(cfg, fake)
     expected = "3 trials in runs/x: val_loss 3.0000 +- 1.0000, train_time 3.0 s each"
     assert expected in capsys.readouterr().out
     assert trained == ["runs/x/seed_0", "runs/x/seed_1", "runs/x/seed_2"]
-    ends[1] = "SIGTERM"
     run_trials(cfg, fake)
     assert len(trained) == 5 and "1 of 3 trials are complete" in capsys.readouterr().out
-    for flags in (dict(target_val_loss=1.0), dict(resume="runs/y")):
-        said = refusal(run_trials, make_config(trials=3, **flags), fake)
-        assert said.startswith("--trials compares whole runs")
+    said = refusal(run_trials, make_config(trials=3, target_val_loss=1.0), fake)
+    assert said.startswith("--trials compares whole runs")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -392,7 +382,7 @@ def test_which_run_is_resumed_and_branches_are_safe(data, plain, tmp_path, monke
         assert tiny_run("runs/b", data=data, resume=plain, max_steps=step)["step"] == step
         assert final("runs/b")["step"] == step
     assert rows("runs/b", "step") == [21, 21]
-    assert not list(Path().glob("runs/*/source_*"))  # they have not changed
+    assert not list(Path().glob("runs/a/source_*"))  # they have not changed
 
 
 def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(
@@ -417,35 +407,21 @@ def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(
         assert rows(folder, key) == rows(undisturbed, key)
 
 
-def test_what_an_edit_draws_resumes_exactly_and_what_it_evaluates_is_kept(
-    data, tmp_path, monkeypatch
-):
+def test_what_an_edit_draws_resumes_exactly(data, tmp_path, monkeypatch):
     forward = GPT.forward
 
     def with_noise(self, idx, targets=None):
         noise = 0.5 + torch.rand(()) + random.random() + np.random.rand()
         return forward(self, idx, targets) * (noise if self.training else 1)
 
-    def halve(state, loss):
-        params = state.raw_model.named_parameters()
-        state.extra["eval_weights"] = {name: p.detach() / 2 for name, p in params}
-
     monkeypatch.setattr(GPT, "forward", with_noise)
     rest, whole = tmp_path / "rest", tmp_path / "whole"
-    common = dict(on_step=halve, data=data, save_every=2, keep="all", max_steps=4)
+    common = dict(data=data, save_every=2, keep="all", max_steps=4)
     tiny_run(whole, **common)
     tiny_run(rest, **common, resume=whole / "ckpt_2.pt")
     losses = rows(whole, "train_loss")
     assert rows(rest, "train_loss") == losses[2:] and len(set(losses)) == 4
     assert_weights_equal(rest, whole)
-    # The weights that were evaluated, and nothing else. A new run begins from those too
-    halves = {name: w / 2 for name, w in final(whole)["model"].items()}
-    best = read_checkpoint(whole / "ckpt_best.pt")
-    assert best["step"] == 4 and best["optimizer"] == best["extra"] == {}
-    assert equal_weights(best["model"], halves)
-    tiny_run(tmp_path / "new", data=data, init_from=whole, max_steps=1, muon_lr=1e-9, adam_lr=1e-9)
-    for name, w in final(tmp_path / "new")["model"].items():
-        torch.testing.assert_close(w, halves[name], rtol=1e-5, atol=1e-6)
 
 
 def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, monkeypatch):
