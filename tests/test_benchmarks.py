@@ -12,7 +12,7 @@ import pytest
 import bench
 from benchmarks import experiment, harness, train
 from common.errors import run_command
-from conftest import final, make_data, measured, run_forked, tiny_run
+from conftest import make_data, measured, run_forked, tiny_run
 from data.shards import check_shard
 
 SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --ngram 0 --repeats 2"
@@ -207,8 +207,6 @@ def test_a_table_and_a_picture_of_runs(data, tmp_path):
     summary = json.loads((b / "summary.json").read_text())
     keys = ("val_loss", "val_bpb", "step", "tokens", "train_time_s", "machine")
     assert {key: rows[2][key] for key in keys} == {key: summary[key] for key in keys}
-    n_params = sum(weight.numel() for weight in final(b)["model"].values())
-    assert rows[2]["parameters"] == f"{n_params:,}"
     assert [row["flags"] for row in rows[1:]] == ["--seed 1 --n_embd 32", "--seed 0 --n_embd 64"]
 
     pytest.importorskip("matplotlib")

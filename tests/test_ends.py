@@ -1,6 +1,5 @@
 """What is left when a run ends, however it ends, and what the next start makes of it."""
 
-import json
 import math
 
 import pytest
@@ -96,18 +95,6 @@ def test_weights_that_are_not_finite_are_not_saved(data, tmp_path, monkeypatch):
 # Figures
 
 
-def test_a_final_evaluation_that_a_signal_ended_is_made_up_for(data, tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    flags = dict(data=data, max_steps=4)
-    with monkeypatch.context() as patch:
-        patch.setattr(train_gpt, "evaluate", lambda *_: None)
-        assert tiny_run(folder, **flags)["stopped_by"] == "signal"
-    tiny_run(folder, **flags, resume="newest")
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["stopped_by"], summary["step"]) == ("max_steps", 4)
-    assert summary["val_loss"] == rows(folder, "val_loss")[-1]
-
-
 def test_a_loss_that_is_not_a_number_ends_nothing(data, tmp_path, monkeypatch):
     with_losses(monkeypatch, [math.nan, 2.0, 1.0, math.nan, math.nan, math.nan])
     flags = dict(data=data, eval_every=2, max_steps=12)
@@ -116,17 +103,6 @@ def test_a_loss_that_is_not_a_number_ends_nothing(data, tmp_path, monkeypatch):
     assert tiny_run(tmp_path / "b", **flags | dict(max_steps=2))["val_loss"] is None
     assert tiny_run(tmp_path / "b", **flags | dict(max_steps=4), resume="newest")["step"] == 4
     assert rows(tmp_path / "b", "val_loss") == [None, None]
-
-
-def test_bits_per_byte_are_those_of_the_evaluated_targets(data, tmp_path):
-    """Few of them, which are longer than the others; some are masked by an edit."""
-    tiny_run(tmp_path / "run", data=data, max_steps=2, eval_tokens=64)
-    stream = train_gpt.TokenStream(data, 32)
-    (_, targets), *_ = stream.eval_batches(64, 2)
-    n_bytes = (targets != 256).sum()  # end-of-text has none
-    nats = rows(tmp_path / "run", "val_loss")[-1] * targets.size
-    assert n_bytes < targets.size
-    assert rows(tmp_path / "run", "val_bpb")[-1] == pytest.approx(nats / math.log(2) / n_bytes)
 
 
 # --------------------------------------------------------------------------------------------------

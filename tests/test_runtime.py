@@ -121,8 +121,6 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     said = f"torch {torch.__version__}", '"muon_lr": 0.02', "step 6/9 | loss", "Self CPU time total"
     assert all(words in text for words in said)
     assert text.startswith(f"{SECTION} run\n{{") and "\ncommand: " in text
-    files = ".lock ckpt_6.pt ckpt_best.pt log.txt metrics.jsonl source summary.json"
-    assert sorted(path.name for path in folder.iterdir()) == [*files.split(), "trace_rank0.json"]
 
     # Resumed, it is complete, and keeps its figures. Its sources are kept if they are others
     (folder / "source" / "model.py").write_text("# as it was then\n")
@@ -393,14 +391,14 @@ def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(
 
     def dying(state, *inputs):
         assert (folder / f"ckpt_{state.step}.pt").exists()
-        return 1 / 0 if state.step == 8 else evaluate(state, *inputs)
+        return 1 / 0 if state.step == 20 else evaluate(state, *inputs)
 
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(train_gpt, "evaluate", dying)
         tiny_run(folder, **common)
     assert "ended: Traceback" in read_log(folder)
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('\x00\x00\n{"step": 11, "train_loss": 9}\n{"step": 12, "tra')
+        file.write('\x00\x00\n{"step": 21, "train_loss": 9}\n{"step": 22, "tra')
     tiny_run(folder, **common, resume="newest")
     assert_undisturbed(folder, undisturbed)
     for key in ("step", "val_loss"):
