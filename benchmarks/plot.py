@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.compare import differing_flags, find_runs, read_metrics
+from benchmarks.compare import differing_flags, find_runs
 from benchmarks.harness import Bench
 from common.errors import UserError
+from runtime.log import read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +48,7 @@ def draw_curve(
 ) -> None:
     """Draw the losses of runs in one color. Raises UserError if one has none yet."""
     x, y = options.x, options.y
-    rows_of_runs = [read_metrics(run) for run in runs]
+    rows_of_runs = [read_rows(run / "metrics.jsonl") for run in runs]
     curves = [points(rows, x, y) for rows in rows_of_runs]
     if not all(curve.size for curve in curves):
         raise UserError(f"{label} has no {y} over {x} yet; wait for an evaluation, or remove it")

@@ -112,11 +112,11 @@ def find_files(arguments: Sequence[str | Path], include: Sequence[str]) -> list[
 
 def is_included(path: Path, include: Sequence[str]) -> bool:
     """Return True for a file inside a folder that is read."""
-    is_prepared = (path.parent / "train_000000.bin").exists()
+    if (path.parent / "train_000000.bin").exists():
+        return False
     name = path.name.lower()
-    patterns = include or ["*"]
-    matches = any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in patterns)
-    return matches and not is_prepared
+    matches = [fnmatch.fnmatchcase(name, pattern.lower()) for pattern in include]
+    return any(matches) or not include
 
 
 def find_texts(
@@ -148,10 +148,9 @@ def find_texts(
             raise UserError(f"{found}; convert or remove them, or choose others with --include")
         print_line(f"skipped {found}")
     if not n_bytes:
-        where = " that matches --include " + " ".join(include) if include else ""
         raise UserError(
-            f"there is no text in {list(map(str, arguments))}{where}; give PATHs of readable files "
-            "or folders"
+            f"there is no text in {[*map(str, arguments)]}; give PATHs of readable files or "
+            "folders, or a different --include"
         )
     return sort_by_hash(files)
 
@@ -412,7 +411,7 @@ def read_rows(stream: Stream, path: Path, keys: Sequence[str]) -> Iterator[bytes
         else:
             rows = (json.loads(line) for line in stream if line.strip())
         for row in rows:
-            cells = [cell_text(row[key]) for key in keys] if row else []
+            cells = [cell_text(row[key]) for key in keys]
             number += 1
             if any(cells):
                 raw = "\n".join(cells).replace("\0", "").encode("utf-8", errors="replace")
