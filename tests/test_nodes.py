@@ -22,7 +22,6 @@ from conftest import (
     TINY,
     assert_same_run,
     flags_of,
-    free_port,
     make_data,
     refusal,
     run_forked,
@@ -165,20 +164,16 @@ def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path
     assert not any((node / "out_flags").exists() for node in nodes)
 
 
-@pytest.mark.parametrize("hosted", [True, False])
-def test_nodes_without_a_rendezvous_are_told(hosted, monkeypatch):
-    """Each node then waits for the others alone, at its own agent's store, or at nobody's."""
+def test_nodes_without_a_rendezvous_are_told(monkeypatch):
+    """Each node then waits for the others alone, at its own agent's store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = dict(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port)
-    if not hosted:
-        place |= dict(RANK=0, MASTER_PORT=free_port())
-    for name, value in (place | dict(TORCHELASTIC_USE_AGENT_STORE=hosted)).items():
+    for name, value in (place | dict(TORCHELASTIC_USE_AGENT_STORE=True)).items():
         monkeypatch.setenv(name, str(value))
     connect = functools.partial(dist.init_process_group, timeout=timedelta(seconds=0.5))
     monkeypatch.setattr(dist, "init_process_group", connect)
     said = refusal(join_ranks)
-    meeting = f"rank {place['RANK']} did not meet the other ranks at 127.0.0.1:"
-    assert meeting + str(place["MASTER_PORT"]) in said
+    assert f"rank 1 did not meet the other ranks at 127.0.0.1:{store.port}" in said
     assert "start the same command on every node, with torchrun" in said
 
 

@@ -97,8 +97,7 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     flags = dict(data=data, max_steps=9, log_every=3, eval_every=6, target_val_loss=5.5, profile=2)
     summary = tiny_run(folder, **flags)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    *training, evaluation = lines
-    first, last = training[0], training[-1]
+    first, _, last, evaluation = lines
     assert [row["step"] for row in lines] == [1, 3, 6, 6]
     clocks = {"step", "tokens", "train_time_s", "wall_time_s"}
     figures = {"train_loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_mem_mb"}
@@ -112,8 +111,6 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     events = json.loads((folder / "trace_rank0.json").read_text())["traceEvents"]
     assert any("aten::mm" in event.get("name", "") for event in events)
     text = read_log(folder)
-    sources = {"train_gpt.py", "model.py", "ops/loss.py", "data/stream.py", "runtime/run.py"}
-    assert sources <= set(SOURCE_FILES)
     for name in SOURCE_FILES:
         content = (ROOT / name).read_bytes()
         assert (folder / "source" / name).read_bytes() == content
@@ -252,13 +249,6 @@ def test_minutes_follow_the_clock_also_over_a_resume(clock, data, tmp_path):
     assert max(np.diff(rates)) < 0.001 > min(np.diff(rates))
 
 
-def test_max_minutes_leave_the_schedule_alone(clock, data, undisturbed, tmp_path):
-    assert tiny_run(tmp_path / "run", data=data, max_minutes=0.1)["step"] == 6
-    assert tiny_run(tmp_path / "run", data=data, max_minutes=0.1, resume="newest")["step"] == 12
-    tiny_run(tmp_path / "run", data=data, max_minutes=0, resume="newest")
-    assert_undisturbed(tmp_path / "run", undisturbed)
-
-
 def test_trials_end_with_the_first_that_does_not(capsys):
     trained = []
 
@@ -355,7 +345,6 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path):
         (dict(resume=tmp_path / "ckpt_20.pt"), version),
         (dict(data=make_data(tmp_path / "other", seed=1)), elsewhere),
         (dict(seed=1), elsewhere),
-        (dict(batch_tokens=1024), elsewhere),
         (dict(doc_align=True), elsewhere),
         (dict(resume=plain / "ckpt_best.pt"), "holds weights only, so it cannot be resumed; use"),
         (dict(resume="", init_from=plain, n_head=1), "n_head 2 there and 1 here"),
