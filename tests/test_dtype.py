@@ -39,14 +39,6 @@ def pretend(monkeypatch):
     device_module.bf16_gain.cache_clear()
 
 
-def test_bf16_must_be_faster_on_a_cpu(pretend):
-    cases = ((0.184, 0.912, "bf16"), (1, 1.2, "bf16"), (1, 1.19, "fp32"), (0.03, 0.009, "fp32"))
-    for fp32, bf16, name in cases:
-        pretend(fp32, bf16)
-        assert device_module.faster_dtype("auto", torch.device("cpu"), 128) == name
-    assert device_module.faster_dtype("bf16", torch.device("cpu"), 128) == "bf16"  # as asked for
-
-
 def test_hardware_decides_on_gpus(monkeypatch, pretend):
     asked = pretend(1.0, 9.0)
     cases = (("cuda", True, "bf16"), ("cuda", False, "fp32"), ("mps", True, "fp32"))

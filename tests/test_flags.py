@@ -380,11 +380,8 @@ def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
     fewer = resolved(keep_flags(make_config(minutes=0.1), start_of(saved)), stream, 1e11)
     assert fewer.max_steps < saved.max_steps / 2
     assert fewer == dataclasses.replace(saved, minutes=0.1, max_steps=fewer.max_steps)
-    for flags, said in (
-        (dict(optimizer="adamw"), "--optimizer adamw is for new runs; ckpt_1.pt has muon"),
-        (dict(params=60_000), "--params 60000 is for new runs"),
-    ):
-        assert said in refusal(keep_flags, make_config(**flags), start_of(saved))
+    said = "--optimizer adamw is for new runs; ckpt_1.pt has muon"
+    assert said in refusal(keep_flags, make_config(optimizer="adamw"), start_of(saved))
     # New weights take the model's shape, unless a preset gives another one
     kept = keep_flags(make_config(init_from="x", preset="mini"), start_of(saved, is_resume=False))
     assert kept.n_layer == 6
@@ -393,11 +390,11 @@ def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
 def other_value(field: dataclasses.Field, value):
     """A value of a flag that is neither this one nor "choose it"."""
     special = dict(checkpointing="full", window="SL:64", preset="laptop", data="/data", n_head=2)
-    kind, words = kind_of(field), field.metadata["words"]
+    kind = kind_of(field)
     if field.name in special:
         return special[field.name]
     if kind is str:
-        return ["given", *(word for word in words if word != value)][-1]
+        return ["given", *(word for word in field.metadata["words"] if word != value)][-1]
     if kind is bool:
         return not value
     if kind is float:

@@ -135,16 +135,6 @@ def test_model_against_its_description(shape):
     assert gpt(idx, targets.fill_(-1)).item() == 0
 
 
-def test_a_small_weight_of_a_micro_batch_is_not_rounded():
-    """The loss times a micro-batch's share of the targets, which bf16 would round by 0.3 %."""
-    gpt, idx = random_gpt(compute_dtype=torch.bfloat16, loss_chunk=10), tokens()
-    params, ratios = list(gpt.parameters()), []
-    grads, scaled_grads = (torch.autograd.grad(gpt(idx, idx) / n, params) for n in (1, 491520))
-    for grad, scaled in zip(grads, scaled_grads):
-        ratios.append(491520 * (scaled * grad).sum() / grad.square().sum())
-    assert sum(ratios) / len(ratios) == pytest.approx(1, abs=1.5e-3)
-
-
 def test_flops_against_a_counter():
     for window, attended in (("L", 12.5), ("S:5", (1 + 2 + 3 + 4 + 20 * 5) / 24)):
         gpt, idx = random_gpt(window=window), torch.zeros((1, 24), dtype=torch.int64)
@@ -636,13 +626,8 @@ def test_what_bypasses_the_cache_is_sampled_without_one(data, tmp_path, monkeypa
     title = r"--- sample at step \d: validation text >>> the model's continuation\n"
     assert len(re.findall(title + r"\(sampling without a KV cache", log)) == 2
     capsys.readouterr()
-    command = f"{tmp_path} --temperature 0 --max_new_tokens 40"
-    assert run_command(sample.main, command.split()) == 0
-    shown = capsys.readouterr()
-    assert shown.err.startswith(NO_CACHE + "\n")
-    monkeypatch.setattr(sample, "cache_is_exact", lambda model: True)
-    assert run_command(sample.main, command.split()) == 0
-    assert shown.out != capsys.readouterr().out
+    assert run_command(sample.main, [str(tmp_path), "--max_new_tokens=40"]) == 0
+    assert capsys.readouterr().err.startswith(NO_CACHE + "\n")
 
 
 def test_a_cache_that_an_edit_cannot_use_is_not_exact(monkeypatch):

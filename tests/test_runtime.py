@@ -492,13 +492,14 @@ def test_too_many_bad_steps_end_the_run(factor, data, tmp_path, monkeypatch):
     said = f"many steps in a row, to step {end} (ckpt_4.pt is from before); if it was 0, see "
     said += "whether all targets are masked, otherwise --resume with lower learning rates"
     with pytest.raises(RunError, match=re.escape(said)):
-        tiny_run(folder, data=data, micro_batch=16, save_every=2, keep="all")
+        tiny_run(folder, data=data, micro_batch=16, save_every=2, keep=1)
     log = read_log(folder)
     assert said in log and "\nstep 3 skipped" in log and log.count("(1 in a row)") == 2
     assert json.loads((folder / "summary.json").read_text())["stopped_by"] == "diverged"
     for key in ("train_loss", "grad_norm"):
         assert rows(folder, key)[4] == (0 if factor == 0 else None)
-    # Nothing is saved after a bad step, because the one before may have ruined the weights
+    # Nothing is saved after a bad step, because the one before may have ruined the weights; and the
+    # checkpoint before the newest is kept until another step was good
     assert [path.name for path in list_checkpoints(folder)] == ["ckpt_4.pt", "ckpt_2.pt"]
 
 
