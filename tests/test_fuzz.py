@@ -22,16 +22,15 @@ from runtime.checkpoint import (
 def mutated(raw: bytes, rng: random.Random, head: int) -> bytes:
     """The bytes with some damage: half of the time in the first `head` of them."""
     at, n = rng.randrange(rng.choice([head, len(raw)])), rng.choice([1, 2, 4, 64, 512])
-    before, hit, after = raw[:at], raw[at : at + n], raw[at + n :]
+    before, after = raw[:at], raw[at + n :]
     number = rng.choice([0, 1, -1, 7, 2**31 - 1, -(2**31), 20240520, 20240801, 1 << 20])
     damaged = [
         before + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1 :],
         before,
         before + after,
-        raw + rng.randbytes(n),
+        before + rng.randbytes(n) + after,
         before + bytes(n) + after,
         before + struct.pack("<i", number) + raw[at + 4 :],
-        before + hit[::-1] + after,
     ]
     return rng.choice(damaged)
 

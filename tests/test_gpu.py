@@ -106,10 +106,9 @@ def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, packed):
     assert set(packed) <= {OFFLOAD_MIN_NUMEL}
 
 
-@pytest.mark.parametrize("doc_mask", [False, True])
-def test_gpu_compiled_step_is_the_plain_one(doc_mask):
+def test_gpu_compiled_step_is_the_plain_one():
     plain, compiled = (
-        one_step(some_batch(), device="cuda", compile=compile, doc_mask=doc_mask)
+        one_step(some_batch(), device="cuda", compile=compile, doc_mask=True)
         for compile in ("off", "default")
     )
     assert not difference(compiled, plain, rtol=1e-4)
