@@ -605,7 +605,8 @@ def test_fineweb(server, tmp_path, capsys, monkeypatch):
         assert run(shards)[0] == 0 and len(server.requests) == 7
     meta = meta_or_gpt2(folder)
     assert meta["splits"] == {"train": {"tokens": 23}, "val": {"tokens": 10}}
-    assert meta["files"] == entries and TokenStream(folder, 4).eval_part == "first"
+    assert meta["files"] == entries
+    assert TokenStream(folder, 2).eval_starts(4).tolist() == [0, 2]  # the first, as in races
     # A shard that is damaged, or not the known one
     server.files[base + "fineweb_train_000003.bin"] = b"<html>"
     assert "000003.bin is not an intact token shard" in run(3)[1]
@@ -780,6 +781,7 @@ def test_sequences_of_an_epoch(n_tokens, tmp_path):
         write_shard(tmp_path / f"{split}.bin", np.arange(n_tokens, dtype=np.uint16))
     stream, offsets = TokenStream(tmp_path, seq_len=32, seed=3), set()
     n_seqs = stream.seqs_per_epoch
+    assert stream.eval_part == "first"  # without meta.json
     assert n_seqs == max(1, n_tokens // 32 - 1)
     for epoch in range(40):
         starts = stream.sequence_starts(epoch * n_seqs + np.arange(n_seqs))

@@ -2,7 +2,6 @@
 
 import contextlib
 import gzip
-import json
 import re
 import shutil
 from pathlib import Path
@@ -222,14 +221,3 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, text, capsys, monkeypatch):
         meta = meta_or_gpt2(prepared(path, tmp_path / f"{vocab_size}"))
         assert (meta["tokenizer"], meta["vocab_size"]) == (tokenizer, vocab_size)
         assert capsys.readouterr().out.startswith(f"tokenizer {tokenizer}, for ")
-
-
-def test_races_are_evaluated_on_the_first_tokens(data, tmp_path):
-    """On FineWeb, and on shards without meta.json."""
-    bare = shutil.copytree(data, tmp_path / "bare")
-    meta = json.loads((data / "meta.json").read_text())
-    source = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
-    (bare / "meta.json").write_text(json.dumps(meta | dict(source=source)))
-    assert TokenStream(bare, 32).eval_starts(1024)[:3].tolist() == [0, 32, 64]
-    (bare / "meta.json").unlink()
-    assert TokenStream(bare, 32).eval_part == "first"
