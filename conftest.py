@@ -60,7 +60,8 @@ TINY = dict(
 )
 
 # Samples get 40 tokens, more than the context, instead of 256, which cost as much as the runs
-train_gpt.sample_text = functools.partial(train_gpt.sample_text, n_tokens=40)
+continuation = train_gpt.sample_continuation
+train_gpt.sample_continuation = lambda *args, seed: continuation(*args[:3], 40, seed)
 
 
 def make_data(folder: Path, eot: bool = True, seed: int = 0) -> Path:

@@ -149,7 +149,6 @@ WRONG = {
 def test_a_wrong_edit_is_found(name, data, monkeypatch):
     (owner, function_name, old, new), (test_name, words) = WRONG[name]
     function, edited = getattr(owner, function_name), {}
-    function = getattr(function, "func", function)  # sample_text is a partial here
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1
     exec(source.replace(old, new), inspect.unwrap(function).__globals__, edited)
