@@ -29,7 +29,6 @@ says where the time of a step goes.
 import argparse
 import itertools
 import json
-import os
 import platform
 import shlex
 import sys
@@ -145,8 +144,6 @@ def parse(argv: list[str]) -> tuple[str, Bench]:
         raise UserError(
             f"there is no benchmark {' '.join(words)!r}; expected one of {', '.join(BENCHMARKS)}"
         )
-    if "WORLD_SIZE" in os.environ and name != "train":
-        raise UserError(f"{name} starts its own processes; use python instead of torchrun")
     options, words_of_trainer = get_args_parser().parse_known_args(argv[len(words) :])
     options.folders = folders
     flags = trainer_flags(words_of_trainer)

@@ -123,7 +123,7 @@ def may_attend(
     query: Tensor,
     key: Tensor,
     window: int,
-    query_doc: Tensor | None = None,
+    query_doc: Tensor | bool | None = None,
     key_doc: Tensor | None = None,
 ) -> Tensor:
     """Return True where a query may attend to a key.

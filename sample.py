@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from runtime import set_environment
 
@@ -71,7 +72,7 @@ def find_file(run: str | Path, best: bool = False) -> Path:
 
 
 def load(
-    path: str | Path, device_name: str = "auto", dtype_name: str = "auto", int8: bool = False
+    path: Path, device_name: str = "auto", dtype_name: str = "auto", int8: bool = False
 ) -> tuple[GPT, Tokenizer]:
     """Load the model of a checkpoint file for inference, and its tokenizer.
 
@@ -288,7 +289,7 @@ def run(args: argparse.Namespace) -> None:
     if args.choices is not None:
         return print_table(args.choices, answer_choices(model, tokenizer, Path(args.choices)))
 
-    decoding = dict(use_cache=cache_is_exact(model))
+    decoding: dict[str, Any] = dict(use_cache=cache_is_exact(model))
     if not decoding["use_cache"]:
         print(NO_CACHE, file=sys.stderr)
     elif args.compile:

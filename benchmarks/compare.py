@@ -23,11 +23,6 @@ def find_runs(folder: Path) -> list[Path]:
     return [log.parent for log in logs]
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    """Return the rows of a run's metrics.jsonl."""
-    return read_rows(folder / "metrics.jsonl")
-
-
 def read_log(folder: Path) -> str:
     """Return a run's log.txt, or "" if it is missing."""
     path = folder / "log.txt"
@@ -53,7 +48,7 @@ def differing_flags(folders: list[Path]) -> list[str]:
 def row_of_run(folder: Path) -> dict:
     """Return a run's newest losses, its size and machine; None for what is not known."""
     newest = {}
-    for row in read_metrics(folder):
+    for row in read_rows(folder / "metrics.jsonl"):
         newest |= row
     row = {key: newest.get(key) for key in KEYS}
     for name, pattern in IN_THE_LOG.items():

@@ -16,12 +16,12 @@ from statistics import geometric_mean, mean
 
 import numpy as np
 
-from benchmarks.compare import read_metrics
 from benchmarks.harness import Bench, progress, run_python, table
 from common.errors import RunError, TrainerError, UserError
 from data.shards import DATA_DIR, HEADER_BYTES, check_shard, meta_or_gpt2, shard_paths, write_meta
 from records.check import t_test
 from records.source import git
+from runtime.log import read_rows
 from runtime.run_folder import REPO, copy_sources, find_sources
 
 RULE = (
@@ -207,7 +207,7 @@ def train_once(checkout: Path, flags: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:  # deletes its checkpoints
         run_python(checkout / "train_gpt.py", *flags, f"--out_dir={folder}")
         summary = json.loads(Path(folder, "summary.json").read_text(encoding="utf-8"))
-        rows = read_metrics(Path(folder))
+        rows = read_rows(Path(folder, "metrics.jsonl"))
     if summary["val_loss"] is None:
         raise RunError("its validation loss is not finite")
     summary["evaluations"] = [row for row in rows if row.get("val_loss") is not None]

@@ -128,9 +128,7 @@ def measure(cases: list[Callable], repeats: int) -> list[dict]:
     compiler and crashes of the cases. Measurements are interleaved (A B A B). Under torchrun, cases
     run in its processes.
     """
-    methods = multiprocessing.get_all_start_methods()
-    method = "forkserver" if "forkserver" in methods else "spawn"
-    context = multiprocessing.get_context(method)
+    context = multiprocessing.get_context("forkserver")
     # Imported once, for all cases
     multiprocessing.set_forkserver_preload(["benchmarks.harness", "torch._dynamo"])
     if "WORLD_SIZE" in os.environ:
@@ -153,10 +151,10 @@ def measure(cases: list[Callable], repeats: int) -> list[dict]:
     return rows
 
 
-def run_python(*argv: str | Path, env: dict | None = None) -> None:
+def run_python(*argv: str | Path) -> None:
     """Run a script in its own process. Raises UserError or RunError with the printed error."""
     command = [sys.executable, *argv]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode == 0:
         return
     sentence = f"FAILED: {done.stderr.strip()[-200:]}"
@@ -184,30 +182,14 @@ def build_state(cfg: Config) -> tuple[TrainState, TokenStream, Tensor]:
     return state, stream, get_batch(stream, dist_ctx, 0)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
-def time_ms(device: torch.device, function: Callable, *args: object) -> tuple[float, object]:
-    """Return the ms that function(*args) takes, including the device's work, and its result."""
-    synchronize(device)
-    start = time.perf_counter()
-    result = function(*args)
-    synchronize(device)
-    return 1000 * (time.perf_counter() - start), result
-
-
 def time_steps(state: TrainState, batch: Tensor, n: int) -> float:
-    """Train n steps on a batch and return the mean ms per step."""
-
-    def run_steps() -> None:
-        for _ in range(n):
-            train_step(state, batch, 0.0)
-
-    ms, _ = time_ms(state.dist_ctx.device, run_steps)
-    return ms / n
+    """Train n steps on a batch and return the mean ms per step; each waits for the device."""
+    start = time.perf_counter()
+    for _ in range(n):
+        train_step(state, batch, 0.0)
+    if state.dist_ctx.device.type != "cpu":
+        torch.accelerator.synchronize()
+    return 1000 * (time.perf_counter() - start) / n
 
 
 def medians(values: list[dict]) -> dict:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from decimal import Decimal
+from typing import Any
 
 from common.errors import UserError
 
@@ -55,7 +56,7 @@ def boolean(text: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-def nan_to_none(value):
+def nan_to_none(value: Any) -> Any:
     """Replace numbers that are not finite by None in a dict or list, because JSON has no such."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 

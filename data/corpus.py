@@ -22,7 +22,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,8 @@ NUMBER = b"0123456789"
 # Text can be cut between a visible character and whitespace: no GPT-2 token spans the two
 SAFE_CUT = re.compile(rb"(?s).*[!-~](?=\s)")
 
+# An open file; packed ones are unpacked when read
+Stream = io.BufferedReader | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile
 # Of a document: its split, "train" or "val", True if the document starts with the piece, the bytes
 Piece = tuple[str, bool, bytes]
 
@@ -96,7 +98,7 @@ def find_files(arguments: Sequence[str | Path], include: Sequence[str]) -> list[
     Files inside folders are left out if they are hidden, made by prepare.py, or match no pattern
     of `include`.
     """
-    paths = {}
+    paths: dict[str, Path] = {}
     for argument in map(Path, arguments):
         found = [argument]
         if argument.is_dir():
@@ -110,11 +112,11 @@ def find_files(arguments: Sequence[str | Path], include: Sequence[str]) -> list[
 
 def is_included(path: Path, include: Sequence[str]) -> bool:
     """Return True for a file inside a folder that is read."""
-    is_prepared = (path.parent / "train_000000.bin").exists()
+    if (path.parent / "train_000000.bin").exists():
+        return False
     name = path.name.lower()
-    patterns = include or ["*"]
-    matches = any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in patterns)
-    return matches and not is_prepared
+    matches = [fnmatch.fnmatchcase(name, pattern.lower()) for pattern in include]
+    return any(matches) or not include
 
 
 def find_texts(
@@ -146,10 +148,9 @@ def find_texts(
             raise UserError(f"{found}; convert or remove them, or choose others with --include")
         print_line(f"skipped {found}")
     if not n_bytes:
-        where = " that matches --include " + " ".join(include) if include else ""
         raise UserError(
-            f"there is no text in {list(map(str, arguments))}{where}; give PATHs of readable files "
-            "or folders"
+            f"there is no text in {[*map(str, arguments)]}; give PATHs of readable files or "
+            "folders, or a different --include"
         )
     return sort_by_hash(files)
 
@@ -223,7 +224,7 @@ def file_format(path: Path) -> str:
     return name.suffix
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> Stream:
     """Open a file as a binary stream, unpack it, skip a byte order mark. Raises Unreadable."""
     # A pipe cannot be read twice, and opening one may block forever
     if not path.is_file():
@@ -257,7 +258,7 @@ def read_blocks(path: Path, keys: Sequence[str]) -> Iterator[tuple[bool, bytes]]
         raise Unreadable(path, f"cannot be read ({reason})", "repair or remove it") from None
 
 
-def read_text(stream: BinaryIO, path: Path) -> Iterator[bytes]:
+def read_text(stream: Stream, path: Path) -> Iterator[bytes]:
     """Yield the bytes of a text. Raises Unreadable if they are not UTF-8 or contain a zero."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
@@ -383,14 +384,14 @@ def find_cut(raw: bytes) -> int:
 # Rows of JSON, .csv and Parquet files
 
 
-def has_rows(stream: BinaryIO, path: Path) -> bool:
+def has_rows(stream: Stream, path: Path) -> bool:
     """Return True if a file has rows. A .json file may be plain text, such as settings."""
     if file_format(path) == ".json":
         return stream.peek(1).lstrip().startswith(b"[")
     return file_format(path) in ROW_FORMATS
 
 
-def read_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[bytes]:
+def read_rows(stream: Stream, path: Path, keys: Sequence[str]) -> Iterator[bytes]:
     """Yield the texts of a file's rows as bytes, split at <|endoftext|>. Raises UserError."""
     number = 0  # of rows that have been read
     row = {}
@@ -410,7 +411,7 @@ def read_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[byt
         else:
             rows = (json.loads(line) for line in stream if line.strip())
         for row in rows:
-            cells = [cell_text(row[key]) for key in keys] if row else []
+            cells = [cell_text(row[key]) for key in keys]
             number += 1
             if any(cells):
                 raw = "\n".join(cells).replace("\0", "").encode("utf-8", errors="replace")
@@ -432,7 +433,7 @@ def cell_text(cell: str | bytes | None) -> str:
     return "" if cell is None else cell + ""
 
 
-def parquet_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[dict]:
+def parquet_rows(stream: Stream, path: Path, keys: Sequence[str]) -> Iterator[dict]:
     """Yield the rows of a Parquet file, of which only a few are in memory at a time."""
     try:
         from pyarrow.parquet import ParquetFile

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -186,19 +187,11 @@ def is_prepared(folder: Path, options: Options) -> bool:
         before = recorded.get(name, now)
         if before != now:
             raise UserError(
-                f"{folder} was made {in_words(name, before)}, not {in_words(name, now)}; remove "
-                "it, or choose a different --out"
+                f"{folder} was made with {name} {before}, not {now}; remove it, or choose a "
+                "different --out"
             )
     print_line(f"already there: {folder}; to make it again, remove it")
     return True
-
-
-def in_words(name: str, value: str | float | list[str] | None) -> str:
-    """Name an option of Options and its value."""
-    if value is None:
-        return f"without --{name}"
-    flag = "from" if name in ("source", "texts") else f"with --{name}"
-    return f"{flag} {' '.join(value) if isinstance(value, list) else value}"
 
 
 def open_source(
@@ -433,7 +426,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Prepare token shards.", allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
     add = parser.add_argument
-    several = dict(nargs="+", action="extend")
+    several: dict[str, Any] = dict(nargs="+", action="extend")
     add("source", metavar="SOURCE", help=f"one of {', '.join(OPTIONS_OF)}")
     add(
         "paths",

@@ -21,8 +21,8 @@ PYTHON_VOCABULARY = DATA_DIR / "python_tokenizer.json"
 # The entries of meta.json for GPT-2's tokenizer
 GPT2 = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
 HEADER_BYTES = 1024
-# The version and the dtype of the tokens for each magic number
-FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
+# The version and the bytes of a token for each magic number
+FORMATS = {20240520: (1, 2), 20240801: (7, 4)}
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> dict:
@@ -30,8 +30,8 @@ def write_shard(path: Path, tokens: np.ndarray) -> dict:
     header = np.zeros(256, dtype="<i4")
     header[:3] = 20240520, 1, tokens.size
     with open(path, "wb") as file:
-        file.write(header)
-        file.write(tokens.astype("<u2", casting="safe"))
+        file.write(header.data)
+        file.write(tokens.astype("<u2", casting="safe").data)
     return {"tokens": tokens.size, "sha256": sha256_of_file(path)}
 
 
@@ -53,13 +53,13 @@ def check_shard(path: Path) -> tuple[int, np.dtype]:
             f"{path} has no header of a token shard, as nanoGPT's train.bin; prepare or download "
             "the data again, or convert the file as docs/data.md shows"
         )
-    known_version, dtype = FORMATS.get(magic, (None, None))
-    if version != known_version or count <= 0 or size != HEADER_BYTES + count * dtype.itemsize:
+    known_version, itemsize = FORMATS.get(magic, (None, 0))
+    if version != known_version or count <= 0 or size != HEADER_BYTES + count * itemsize:
         raise UserError(
             f"{path} is not an intact token shard (magic {magic}, version {version}, {count} "
             f"tokens, {size} bytes); delete it, and prepare or download it again"
         )
-    return count, dtype
+    return count, np.dtype(f"<u{itemsize}")
 
 
 def shard_paths(folder: Path, split: str) -> list[Path]:

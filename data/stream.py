@@ -9,12 +9,11 @@ stream.batch(step=0)  # int64 (16, 257): the inputs and one more target
 
 import functools
 import hashlib
-import itertools
 import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from common.errors import UserError
 from common.values import derive_seed
 from data.shards import HEADER_BYTES, check_shard, is_fineweb, meta_or_gpt2, shard_paths
 from data.tokenizers import Tokenizer, read_vocabulary
-
-READ_AT_ONCE = 1 << 24  # tokens, in a search through all of them
 
 
 class TokenShards:
@@ -153,12 +150,11 @@ def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarra
     The remainders of documents are dropped.
     """
     # The positions of documents in the whole sequence
-    starts = []
+    found = []
     for i, offset in enumerate(shards.offsets):
-        for begin in range(0, shards.lengths[i], READ_AT_ONCE):
-            tokens = shards.read_tokens(i, begin, READ_AT_ONCE)
-            starts.append(np.flatnonzero(tokens == eot) + offset + begin)
-    starts = np.concatenate(starts)
+        tokens = shards.read_tokens(i, 0, shards.lengths[i])
+        found.append(np.flatnonzero(tokens == eot) + offset)
+    starts = np.concatenate(found)
     starts = starts[starts + seq_len < shards.n_tokens]
     # For a sequence at each document: the first document that starts after it
     following = np.searchsorted(starts, starts + seq_len).tolist()
@@ -353,7 +349,7 @@ def map_ahead(
     pool = ThreadPoolExecutor(threads, thread_name_prefix="map_ahead")
     try:
         # The results that are started but not yielded, in order
-        ahead = deque()
+        ahead: deque[Future] = deque()
         for item in items:
             ahead.append(pool.submit(function, item))
             if len(ahead) > depth:
@@ -362,8 +358,3 @@ def map_ahead(
             yield future.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def prefetch(load: Callable[[int], Any], first: int, depth: int) -> Iterator[Any]:
-    """Yield load(first), load(first + 1), ... endlessly; a thread works `depth` calls ahead."""
-    return map_ahead(load, itertools.count(first), depth=depth, threads=1)

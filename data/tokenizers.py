@@ -35,6 +35,7 @@ END_OF_TEXT = b"<|endoftext|>"
 MIN_SIZE = 258  # bytes, one pair and end-of-text
 MAX_SIZE = 65536  # the limit of uint16 shards
 LONGEST_WORD = 256  # letters, in training a vocabulary: the time is quadratic in it
+Pair = tuple[bytes, bytes]
 
 
 class Tokenizer:
@@ -166,11 +167,11 @@ def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
     import regex  # which tiktoken requires
 
     # The frequency of each distinct word; merges do not cross word boundaries
-    words = Counter()
+    words: Counter[str] = Counter()
     for text in texts:
         decoded = text.decode("utf-8", errors="replace")
         words.update(match[0] for match in regex.finditer(PATTERNS[PATTERN], decoded))
-    cut_words = Counter()
+    cut_words: Counter[bytes] = Counter()
     for word, count in words.items():
         for first in range(0, len(word), LONGEST_WORD):
             cut_words[word[first : first + LONGEST_WORD].encode()] += count
@@ -188,8 +189,9 @@ def merge_pairs(words: dict[bytes, int], n_tokens: int) -> list[bytes]:
     """
     word_counts = list(words.values())
     word_tokens = [[bytes([byte]) for byte in word] for word in words]
-    pair_counts = Counter()
-    words_with = defaultdict(set)  # pair -> indices of words that contain or contained it
+    pair_counts: Counter[Pair] = Counter()
+    # The indices of the words that contain or contained a pair
+    words_with: defaultdict[Pair, set[int]] = defaultdict(set)
     for i, tokens in enumerate(word_tokens):
         for pair in pairwise(tokens):
             pair_counts[pair] += word_counts[i]
@@ -198,7 +200,8 @@ def merge_pairs(words: dict[bytes, int], n_tokens: int) -> list[bytes]:
     # Equally frequent pairs are merged in the order of their bytes
     heap = [(-count, pair) for pair, count in pair_counts.items()]
     heapq.heapify(heap)
-    made = {}  # an ordered set, because different pairs can make the same token
+    # An ordered set, because different pairs can make the same token
+    made: dict[bytes, None] = {}
     while heap and len(made) < n_tokens:
         negative_count, pair = heapq.heappop(heap)
         if -negative_count != pair_counts[pair]:
@@ -207,7 +210,7 @@ def merge_pairs(words: dict[bytes, int], n_tokens: int) -> list[bytes]:
         merged = first + second
         made[merged] = None
 
-        changes = Counter()
+        changes: Counter[Pair] = Counter()
         for i in words_with.pop(pair):
             tokens = []
             for token in word_tokens[i]:

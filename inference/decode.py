@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +102,7 @@ def decode_step(
     uniform: Tensor,
     vocab_size: int,
     dry_multiplier: float,
-    **sampling: float,
+    **sampling: Any,
 ) -> Tensor:
     """Return the token that follows idx (B, T) in each row, int64 (B, 1); compiles as one graph.
 
@@ -128,9 +128,8 @@ def compile_decode_step(model: GPT) -> Callable[..., Tensor]:
     for layer in model.modules():
         if isinstance(layer, Linear):
             layer.matmul = decode_linear
-    if model.device.type == "cuda":
-        backend = dict(mode="reduce-overhead")
-    else:
+    backend: dict[str, Any] = dict(mode="reduce-overhead")
+    if model.device.type != "cuda":
         keep_gcc_from_copying()
         backend = dict(options={"cpp_wrapper": True})
     compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, **backend)
@@ -141,7 +140,7 @@ def compile_decode_step(model: GPT) -> Callable[..., Tensor]:
         cache: "KVCache",
         repeats: Repeats,
         uniform: Tensor,
-        **sampling: float,
+        **sampling: Any,
     ) -> Tensor:
         guards_checked = cache.compiled_for == sampling
         if not guards_checked:

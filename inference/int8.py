@@ -24,6 +24,9 @@ def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 class Int8Weight(nn.Module):
     """Holds a weight (N, K) in int8, and the scale of each of its rows."""
 
+    weight_int8: Tensor
+    weight_scale: Tensor
+
     def __init__(self, weight: Tensor):
         super().__init__()
         weight_int8, weight_scale = round_to_int8(weight)
@@ -78,7 +81,7 @@ def quantize(model: GPT) -> GPT:
     kinds = {Linear: Int8Linear, nn.Embedding: Int8Embedding, NgramEmbedding: Int8NgramEmbedding}
     for module in list(model.modules()):
         for name, child in module.named_children():
-            parameters = [parameter for parameter, _ in child.named_parameters()]
-            if type(child) in kinds and parameters == ["weight"]:
-                setattr(module, name, kinds[type(child)](child.weight))
+            parameters = dict(child.named_parameters())
+            if type(child) in kinds and parameters.keys() == {"weight"}:
+                setattr(module, name, kinds[type(child)](parameters["weight"]))
     return model

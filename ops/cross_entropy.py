@@ -8,6 +8,7 @@
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ class FusedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, cap: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, cap: float) -> Tensor:
         counted = (targets >= 0)[:, None]
         target = targets.clamp(min=0)[:, None]
         n = counted.sum().clamp(min=1)
@@ -61,7 +62,7 @@ class FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         dl, n = ctx.saved_tensors
         factor = grad / n
         # A chunk of a loss asks for the gradient of the sum, so that there is nothing to multiply

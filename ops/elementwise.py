@@ -6,7 +6,7 @@ CPU in eager training, an autograd.Function below computes the same.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +74,7 @@ class CpuRMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         mean_square = norm.square_().div_(x.size(-1))
@@ -85,7 +85,7 @@ class CpuRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         y, scale = ctx.saved_tensors
         projection = (grad * y).mean(-1, keepdim=True)
         return torch.addcmul(grad, y, projection, value=-1).mul_(scale)
@@ -95,13 +95,13 @@ class CpuLeakyReLUSquared(torch.autograd.Function):
     """Square the leaky ReLU of x; PyTorch's own functions make two more passes."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         half_slope = F.leaky_relu(x, 0.25)  # x above zero, x / 4 below: half the derivative
         ctx.save_for_backward(half_slope)
         return half_slope * x
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (half_slope,) = ctx.saved_tensors
         return (grad * half_slope).mul_(2)

@@ -47,12 +47,12 @@ class Fp8Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
         return fp8_matmul(x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         grad = grad.flatten(0, -2).contiguous()
         # e5m2 reaches further down: e4m3 would lose probabilities below 4e-6 in the head's gradient

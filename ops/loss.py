@@ -1,7 +1,7 @@
 """The loss in chunks of tokens, so that the logits of a whole batch never exist."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         function: Callable,
         loss_and_gradients: Callable,
         chunk: int,
@@ -107,7 +107,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, n, *grads = ctx.saved_tensors
         grad = grad.float() / n
         for i, dtype in enumerate(ctx.dtypes):

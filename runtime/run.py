@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from common.files import atomic_write
 from common.values import env_int
 from data.prepare import prepare
 from data.shards import DATA_DIR
-from data.stream import TokenStream, prefetch
+from data.stream import TokenStream, map_ahead
 from data.tokenizers import VOCABULARY_FILE, get_tokenizer
 from runtime.checkpoint import delete_old_checkpoints, list_checkpoints, save_best_weights
 from runtime.environment import check_caller, configure_device, restored_process_state
@@ -131,7 +132,7 @@ class Run:
         get_batch(step) reads it; a thread calls it up to two steps ahead. With --profile, steps are
         profiled.
         """
-        batches = prefetch(get_batch, self.first_step, depth=2)
+        batches = map_ahead(get_batch, itertools.count(self.first_step), depth=2, threads=1)
         batches = read_on_all_ranks(batches)
         with contextlib.closing(batches), profiling(self) as self.profiler:
             yield lambda: self.clock.wait_for(batches)

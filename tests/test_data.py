@@ -17,7 +17,6 @@ import re
 import secrets
 import signal
 import struct
-import subprocess
 import sys
 import sysconfig
 import threading
@@ -30,12 +29,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from common.errors import RunError, UserError, run_command
+from common.errors import RunError, run_command
 from common.files import atomic_write
-from conftest import ROOT, make_data, refusal, run_python
+from conftest import make_data, refusal, run_python
 from data import corpus, download, prepare, tokenizers
-from data.shards import PYTHON_VOCABULARY, meta_or_gpt2, shard_paths, write_meta, write_shard
-from data.stream import TokenShards, TokenStream, prefetch
+from data.shards import PYTHON_VOCABULARY, meta_or_gpt2, shard_paths, write_shard
+from data.stream import TokenShards, TokenStream
 from data.tokenizers import get_tokenizer
 
 
@@ -170,32 +169,31 @@ def test_shard_is_what_the_format_describes(tmp_path, letter, header):
 def test_shards_of_a_split_and_meta_json(tmp_path):
     # The last "train" or "val" of a name decides
     named = {
-        "train": ["a_train_0.bin", "b_train_1.bin", "medieval_train_0.bin"],
+        "train": ["a_train_0.bin", "medieval_train_0.bin"],
         "val": ["train_val_1.bin", "trains_val_0.bin"],
     }
     for name in (*sum(named.values(), []), ".tmp-train_9.bin", "train.txt"):
         (tmp_path / name).touch()
     for split, names in named.items():
         assert [path.name for path in shard_paths(tmp_path, split)] == names
-    (tmp_path / "nano").mkdir()
-    assert "has no shards *val*.bin; expected" in refusal(shard_paths, tmp_path / "nano", "val")
-    for split in ("train", "val"):
-        np.arange(1, 9999, dtype=np.uint16).tofile(tmp_path / "nano" / f"{split}.bin")
-    said = refusal(TokenStream, tmp_path / "nano", 32)
-    assert re.search(
-        "train.bin has no header .*nanoGPT's .*; prepare .*, or convert .*docs/data", said
-    )
-    assert "there is no folder" in refusal(meta_or_gpt2, tmp_path / "nothing")
     gpt2 = dict(assumed=True, tokenizer="gpt2", vocab_size=50257, eot=50256)
     assert gpt2.items() <= meta_or_gpt2(tmp_path).items()
+
+    nano = tmp_path / "nano"
+    assert "there is no folder" in refusal(meta_or_gpt2, nano)
+    nano.mkdir()
+    np.arange(1, 9999, dtype=np.uint16).tofile(nano / "train.bin")
+    assert "has no shards *val*.bin; expected" in refusal(shard_paths, nano, "val")
+    said = refusal(TokenStream, nano, 32)
+    assert re.search("train.bin has no header .*nanoGPT's .*, or convert .*docs/data", said)
 
     split = {"tokens": 2}
     good = {"tokenizer": "mine", "vocab_size": 257, "eot": 256, "source": "x"}
     good |= {"splits": {"train": split, "val": split}, "files": {"train_0.bin": split}}
     (tmp_path / "meta.json").write_text(json.dumps(good))
     assert meta_or_gpt2(tmp_path) == good
-    wrong = [{"vocab_size": "257"}, {"splits": {"train": split}}, {"files": {"train_0.bin": {}}}]
-    for bad in ("{", *(json.dumps(good | part) for part in (*wrong, {"tokenizer": "bpe"}))):
+    wrong = [{"vocab_size": "257"}, {"splits": {"train": split}}, {"tokenizer": "bpe"}]
+    for bad in ("{", *(json.dumps(good | part) for part in wrong)):
         (tmp_path / "meta.json").write_text(bad)
         assert "meta.json is damaged" in refusal(meta_or_gpt2, tmp_path)
 
@@ -209,18 +207,14 @@ def test_python_source_is_the_standard_library(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers, "merge_pairs", None)  # nothing is trained
     folder = prepared(tmp_path / "python", source="python", tokenizer=None, fraction=0.1)
     root = Path(sysconfig.get_path("stdlib"))
-    dropped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    dropped |= {"encodings", "pydoc_data"}
-    paths = [path for path in root.rglob("*.py") if not dropped & {*path.relative_to(root).parts}]
-    assert root / "json" / "decoder.py" in paths
+    dropped = "site-packages dist-packages test tests idle_test __pycache__ encodings pydoc_data"
+    paths = root.rglob("*.py")
+    paths = [path for path in paths if not {*dropped.split()} & {*path.relative_to(root).parts}]
     expected = expected_documents([[path.read_bytes().decode()] for path in paths], 0.1)
-    meta, vocabulary = meta_or_gpt2(folder), PYTHON_VOCABULARY.read_text()
-    assert (folder / "tokenizer.json").read_text() == vocabulary and meta["vocab_size"] == 1024
-    assert meta["source"].startswith("standard library of Python 3.")
+    meta, tokenizer = meta_or_gpt2(folder), get_tokenizer("bpe", PYTHON_VOCABULARY.read_text())
     for split, counts in meta["splits"].items():
         tokens = independent_split(folder, split)
-        documents = get_tokenizer("bpe", vocabulary).decode_bytes(tokens).split(b"<|endoftext|>")
-        assert documents[1:] == expected[split]
+        assert tokenizer.decode_bytes(tokens).split(b"<|endoftext|>")[1:] == expected[split]
         n_bytes = sum(map(len, expected[split]))
         assert counts == dict(tokens=len(tokens), bytes=n_bytes, documents=len(expected[split]))
 
@@ -275,10 +269,7 @@ def test_files_of_all_kinds(tmp_path, keys, monkeypatch):
             assert meta["files"][path.name] == entry
         assert set(sizes[:-1]) == {100} and sum(sizes) == counts["tokens"] and 0 < sizes[-1] <= 100
     # Earlier output is left out
-    moved = folder.rename(tmp_path / "moved")
-    for i, path in enumerate((moved / "deep").iterdir()):
-        path.rename(moved / f"renamed-{i}{path.suffix}")
-    again = prepared(tmp_path / "again", moved, text_key=keys)
+    again = prepared(tmp_path / "again", folder, text_key=keys)
     assert meta_or_gpt2(again)["files"] == meta["files"]
 
 
@@ -299,21 +290,21 @@ def test_what_is_in_a_folder_does_not_stop_its_preparation(tmp_path):
     words = ("files", folder, "--tokenizer=bytes", "--out", tmp_path / "out", "--val_fraction=0.5")
     done = run_python("data/prepare.py", *words, env=env)
     assert done.returncode == 0, done.stderr
-    assert "skipped 6 files, with 0.2% of the text, cannot be read: " in done.stdout
-    assert "late.txt (is not UTF-8 text: byte 0xe9 in line 10)" in done.stdout
-    assert "other.csv (has no 'text' in row 1, which has 'id', 'name')" in done.stdout
-    assert "in/link (is a broken" in done.stdout and "a.zip (is packed as .zip" in done.stdout
+    for said in (
+        "skipped 6 files, with 0.2% of the text, cannot be read: ",
+        "late.txt (is not UTF-8 text: byte 0xe9 in line 10)",
+        "other.csv (has no 'text' in row 1, which has 'id', 'name')",
+        "in/link (is a broken",
+        "a.zip (is packed as .zip",
+    ):
+        assert said in done.stdout
     texts = [b"text %d " % i * 300 for i in range(9)] + [b"3", "é4".encode()]
     texts += [b'{"id": 1}', b"packed", b"marked"]
     assert sorted(sum(documents_of(tmp_path / "out").values(), [])) == sorted(texts)
-    # But not if it is much of the text, unless the others are asked for
+    # But not if it is much of the text
     (folder / "large.txt").write_bytes(b"a" * 5_000 + b"\xe9")
-    options = dict(paths=[folder], out=tmp_path / "new", tokenizer="bytes")
-    said = refusal(prepare.prepare, "files", **options)
-    assert re.search(
-        r"7 files, with 2.*% of the text.*; convert or remove them, or .* --include", said
-    )
-    prepare.prepare("files", include=["?.txt"], **options)
+    said = refusal(prepared, tmp_path / "new", folder)
+    assert re.search(r"7 files, with 2.*% of the text.*; convert .*, or .* --include", said)
 
 
 def split_of(tmp_path, fraction, *files):
@@ -363,40 +354,32 @@ def test_large_documents_are_cut(tmp_path, documents, fraction, n_val, n_cut, co
 
 def test_a_row_of_parquet_is_a_document(tmp_path, monkeypatch):
     """Also of binary columns, as older programs write text."""
-    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [f"row {i} \U0001f642\n" * (i % 5) or None for i in range(3000)]
-    raw = [row and row.encode() for row in rows]
-    table = pa.table({"id": list(range(3000)), "content": rows, "raw": pa.array(raw, pa.binary())})
+    raw = pa.array([row and row.encode() for row in rows], pa.binary())
     path = tmp_path / "a.parquet"
-    pq.write_table(table, path, row_group_size=700)
+    pq.write_table(pa.table({"content": rows, "raw": raw}), path, row_group_size=700)
     expected = expected_documents([[row or "" for row in rows]], 0.3)
     for key in ("content", "raw"):
         assert documents_of(prepared(tmp_path / key, path, text_key=[key])) == expected
     said = refusal(prepared, tmp_path / "wrong", path)
-    assert "has no 'text' in row 1, which has 'id', 'content', 'raw'; give --text_key" in said
+    assert "has no 'text' in row 1, which has 'content', 'raw'; give --text_key" in said
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert "needs the package pyarrow; run `pip" in refusal(prepared, tmp_path / "out", path)
 
 
-def test_empty_cells_have_no_text(tmp_path):
-    """Null as in Parquet, and a row that ends early."""
-    (tmp_path / "a.jsonl").write_text('{"q": null, "a": null}\nnull\n{"q": "b", "a": null}\n')
-    (tmp_path / "a.csv").write_text('q,a\n,\n"",""\nc\n,d\n')
-    out = prepared(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "a.csv", text_key=["q", "a"])
-    assert sorted(sum(documents_of(out).values(), [])) == [b"\nd", b"b\n", b"c\n"]
-
-
 def test_own_validation_files(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(jsonl(f"row {i}" for i in range(9)))
+    rows = [f"row {i}" for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text(jsonl(rows))
     ours = write_texts(tmp_path / "ours", train="train " * 20)
     theirs = write_texts(tmp_path / "theirs", valid="valid " * 20, more="more " * 20)
-    found = documents_of(prepared(tmp_path / "out", ours, rows, val=[theirs]))
-    assert sorted(found["train"]) == sorted([b"train " * 20, *(b"row %d" % i for i in range(9))])
+    paths = ours, tmp_path / "rows.jsonl"
+    found = documents_of(prepared(tmp_path / "out", *paths, val=[theirs]))
+    assert sorted(found["train"]) == [row.encode() for row in (*rows, "train " * 20)]
     assert sorted(found["val"]) == [b"more " * 20, b"valid " * 20]
     # The same text under a different name, among others
     (theirs / "copy.txt").write_text("train " * 20)
-    said = refusal(prepared, tmp_path / "copy", ours, rows, val=[theirs])
+    said = refusal(prepared, tmp_path / "copy", *paths, val=[theirs])
     assert re.search(r"train.txt is given for training and as --val \(.*theirs/copy.txt\)", said)
 
 
@@ -416,14 +399,6 @@ def test_end_of_text_separates_documents(tmp_path, name, monkeypatch):
     assert (tokens == 256).sum() == 59 and len(tokens) == n_bytes + 59
 
 
-def test_a_text_without_end_of_text_is_kept_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", 50)
-    text = "\r\n\n<|endoftext\n|>" * 9 + "<|endoftext|\n\n"
-    (tmp_path / "a.txt").write_text(text, newline="")
-    (train,), (val,) = documents_of(prepared(tmp_path / "out", tmp_path / "a.txt")).values()
-    assert train + val == text.encode()
-
-
 def test_integers_are_tokens(tmp_path, monkeypatch):
     """None is cut, wherever a block or the training split ends."""
     monkeypatch.setattr(corpus, "BLOCK", 50)
@@ -435,21 +410,22 @@ def test_integers_are_tokens(tmp_path, monkeypatch):
         train, val = (independent_split(out, split).tolist() for split in ("train", "val"))
         assert train + val[1:] == [300, *tokens] and val[0] == 300 and 490 < len(val) < 510
     meta, tokenizer = meta_or_gpt2(out), get_tokenizer("integers:300")
-    assert (meta["vocab_size"], meta["eot"], meta["splits"]["val"]["bytes"]) == (301, 300, None)
-    assert tokenizer.decode_bytes([3, 299, 300]) == b" 3 299 <|endoftext|>"
+    assert (meta["vocab_size"], meta["splits"]["val"]["bytes"]) == (301, None)
+    assert tokenizer.decode_bytes([3, 300]) == b" 3 <|endoftext|>"
     for text in ("3 300", "-1", "three", "9" * 30):
         assert "must be integers from 0 to 299" in refusal(tokenizer.encode, text)
 
 
 def test_a_single_text_is_cut_between_characters(tmp_path, monkeypatch):
+    """And keeps its line breaks, because it has no <|endoftext|>."""
     monkeypatch.setattr(corpus, "BLOCK", 37)
-    text = "漢字🙂é" * 99
-    packed(tmp_path / "a.gz", text.encode())
+    raw = ("\r\n<|endoftext\n|>漢字🙂é" * 99 + "<|endoftext|\n\n").encode()
+    packed(tmp_path / "a.gz", raw)
     for fraction in (0.25, 0.26, 0.27, 0.28, 0.37):
         out = prepared(tmp_path / f"{fraction}", tmp_path / "a.gz", fraction=fraction)
         (train,), (val,) = documents_of(out).values()
-        assert train.decode() + val.decode() == text
-        assert 0 <= len(train) - int(len(text.encode()) * (1 - fraction)) < 4
+        assert train + val == raw and train.decode()
+        assert 0 <= len(train) - int(len(raw) * (1 - fraction)) < 4
 
 
 WORDS = "word é 漢字 。 don't ' 12 ... 🙂 \x1c \u0300 ж かな µ ²".split(" ")
@@ -505,51 +481,40 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch, capsy
     # With other options or other texts it is refused
     (tmp_path / "b.txt").write_text("other")
     for change, says in (
-        (dict(fraction=0.5), "with --val_fraction 0.3, not with --val_fraction 0.5; remove it"),
-        (dict(tokenizer=None), "with --tokenizer bytes, not without --tokenizer"),
-        (dict(val=["b.txt"]), "with --val 0 files.*, not with --val 1 file"),
-        (dict(source="python"), "from files, not from python"),
+        (dict(fraction=0.5), "with val_fraction 0.3, not 0.5; remove it"),
+        (dict(tokenizer=None), "with tokenizer bytes, not None"),
+        (dict(val=["b.txt"]), "with val 0 files.*, not 1 files"),
+        (dict(source="python"), "with source files, not python"),
     ):
         said = refusal(prepared, folder, "in", **change)
         assert re.search(f"{folder} was made {says}", said)
     (tmp_path / "in" / "a.txt").write_text("same size " * 50)
     said = refusal(prepared, folder, "in")
-    assert re.search("was made from 2 files, hash .*, not from 2 files, hash ", said)
+    assert re.search("was made with texts 2 files, hash .*, not 2 files, hash ", said)
     assert tree(folder) == before
     for out in (tmp_path / "in", tmp_path / "b.txt"):
         assert "not a folder of prepared data; choose a different" in refusal(prepared, out, "in")
 
 
-def test_a_folder_made_before_options_had_this_form_is_recognized(tmp_path, capsys):
-    folder = prepared(tmp_path / "out", source="python", tokenizer=None, fraction=0.1)
-    options = dict.fromkeys(("out", "tokenizer", "vocab_size", "include", "command"))
-    options |= dict.fromkeys(("val", "paths"), "0 files, hash e3b0c44298fc1c14")
-    options |= dict(val_fraction=0.1, text_key=["text"], shards=103, source="python")
-    write_meta(folder, meta_or_gpt2(folder) | dict(options=options))
-    prepared(folder, source="python", tokenizer=None, fraction=0.1)
-    assert "already there" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("how", [KeyboardInterrupt(), OSError(27, "File too large"), "SIGKILL"])
+@pytest.mark.parametrize("how", [KeyboardInterrupt(), OSError(27, "File too large"), None])
 def test_a_preparation_that_fails_is_not_in_the_way(how, tmp_path, monkeypatch, capsys):
     """It leaves nothing, or a hidden folder if it was killed."""
     (tmp_path / "a.txt").write_text("some text " * 100_000)
-    before = tree(tmp_path)
-    words = ["files", f"{tmp_path}/a.txt", "--tokenizer=bytes", f"--out={tmp_path}/new/out"]
-    if how == "SIGKILL":
-        code = "import os, sys; from data import prepare; prepare.write_shard = lambda *_: os.kill("
-        done = run_python("-c", f"{code}os.getpid(), 9); prepare.main({words!r})")
-        assert done.returncode == -signal.SIGKILL
-    else:
+    out = tmp_path / "new" / "out"
+    words = ["files", f"{tmp_path}/a.txt", "--tokenizer=bytes", f"--out={out}"]
+    if how:
         with monkeypatch.context() as patch:
             patch.setattr(prepare, "write_shard", Mock(side_effect=how))
             assert run_command(prepare.main, words) == 1
         said = capsys.readouterr().err
         assert re.search("(stopped|File too large); run the same command again\n$", said)
-        assert {name for name in tree(tmp_path) if name != "new"} == before.keys()
-    assert not (tmp_path / "new" / "out").exists()
+        assert not os.listdir(out.parent)
+    else:
+        code = "import os, sys; from data import prepare; prepare.write_shard = lambda *_: os.kill("
+        done = run_python("-c", f"{code}os.getpid(), 9); prepare.main({words!r})")
+        assert done.returncode == -signal.SIGKILL and not out.exists()
     assert run_command(prepare.main, words) == 0
-    assert sum(map(len, documents_of(tmp_path / "new" / "out").values())) == 2
+    assert sum(map(len, documents_of(out).values())) == 2
 
 
 @pytest.mark.parametrize("out", ["link", "dangling", "new/deep"])
@@ -558,7 +523,7 @@ def test_what_is_prepared_arrives(out, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     (tmp_path / "dangling").symlink_to("nowhere")
-    for _ in range(2):  # the second time it is there
+    with prepare.temporary_folder(tmp_path / out):  # another process is first
         prepared(tmp_path / out, tmp_path / "in")
     names = [path.name for path in sorted((tmp_path / out).iterdir())]
     assert names == ["meta.json", "train_000000.bin", "val_000000.bin"]
@@ -575,12 +540,11 @@ def test_what_is_prepared_arrives(out, tmp_path, monkeypatch):
 def test_the_folder_has_the_name_of_the_files(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "DATA_DIR", tmp_path / "data")
     folder = write_texts(tmp_path / "my.notes", a="a" * 99, b="b" * 99)
-    write_texts(tmp_path / "python", a="a" * 99)
+    own = write_texts(tmp_path / "python", a="a" * 99)
     for paths, options, name in (
         ([folder / "a.txt"], {}, "a"),
-        ([folder], {}, "my.notes"),
         ([*folder.iterdir()], dict(tokenizer="bytes"), "my.notes_bytes"),
-        ([tmp_path / "python"], {}, "python_files"),  # not the default dataset
+        ([own], {}, "python_files"),  # not the default dataset
     ):
         assert prepare.prepare("files", paths=paths, **options) == tmp_path / "data" / name
 
@@ -591,15 +555,6 @@ def test_files_are_written_where_fsync_is_not_supported(number, tmp_path, monkey
     with contextlib.suppress(OSError), atomic_write(tmp_path / "file") as file:
         file.write(b"content")
     assert os.listdir(tmp_path) == ["file"] * (number != errno.EIO)
-
-
-def test_several_processes_at_once(tmp_path):
-    (tmp_path / "a.txt").write_text("some text " * 200_000)
-    command = [sys.executable, "data/prepare.py", "files", tmp_path / "a.txt", "--tokenizer=bytes"]
-    all_three = [subprocess.Popen([*command, f"--out={tmp_path}/out"], cwd=ROOT) for _ in range(3)]
-    assert [process.wait(timeout=60) for process in all_three] == [0, 0, 0]
-    assert meta_or_gpt2(tmp_path / "out")["splits"]["train"]["tokens"] == 1_800_001
-    assert sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -630,35 +585,34 @@ def test_downloads_are_whole_and_verified(server, tmp_path, capsys):
 
 def test_fineweb(server, tmp_path, capsys, monkeypatch):
     assert len(download.fineweb_hashes()) == 32
-    base, entries, content = "/fineweb10B-gpt2/resolve/main/", {}, {}
+    base, entries = "/fineweb10B-gpt2/resolve/main/", {}
     for number, name in enumerate(("val_000000", "train_000001", "train_000002")):
         path = tmp_path / f"fineweb_{name}.bin"
         entries[path.name] = write_shard(path, np.full(10 + number, number, dtype=np.uint16))
-        content[base + path.name] = path.read_bytes()
+        server.files[base + path.name] = path.read_bytes()
     known = {"fineweb_val_000000.bin": entries["fineweb_val_000000.bin"]["sha256"]}
     monkeypatch.setattr(download, "fineweb_hashes", lambda: known)
     folder = tmp_path / "fw"
 
     def run(shards, out=folder):
         words = ["fineweb10B", "--out", str(out), "--shards", str(shards)]
-        return run_command(prepare.main, words), len(server.requests), capsys.readouterr().err
+        return run_command(prepare.main, words), capsys.readouterr().err
 
-    server.files |= content
-    last = server.files.popitem()
-    assert run(2)[:2] == (2, 6) and not (folder / "meta.json").exists()
-    server.files |= [last]
-    for shards in (2, 2, 1):  # what has arrived stays
-        assert run(shards)[:2] == (0, 7)
+    missing = server.files.popitem()
+    assert run(2)[0] == 2 and not (folder / "meta.json").exists()
+    server.files |= [missing]
+    for shards in (2, 1):  # what has arrived stays
+        assert run(shards)[0] == 0 and len(server.requests) == 7
     meta = meta_or_gpt2(folder)
     assert meta["splits"] == {"train": {"tokens": 23}, "val": {"tokens": 10}}
-    assert meta["files"] == entries and TokenStream(folder, 4).eval_part == "first"
+    assert meta["files"] == entries
+    assert TokenStream(folder, 2).eval_starts(4).tolist() == [0, 2]  # the first, as in races
     # A shard that is damaged, or not the known one
     server.files[base + "fineweb_train_000003.bin"] = b"<html>"
-    assert "000003.bin is not an intact token shard" in run(3)[2]
+    assert "000003.bin is not an intact token shard" in run(3)[1]
     known["fineweb_train_000003.bin"] = "0" * 64
-    assert f"instead of {'0' * 64}" in run(3)[2]
-    assert meta_or_gpt2(folder)["files"] == meta["files"]
-    assert "holds other data" in run(3, make_data(tmp_path / "other"))[2]
+    assert f"instead of {'0' * 64}" in run(3)[1]
+    assert "holds other data" in run(3, make_data(tmp_path / "other"))[1]
 
 
 def serve(server, monkeypatch, source, name, content):
@@ -707,13 +661,10 @@ FILES = {
     "a.txt": b"text",
     "long.txt": "é\n\n".encode() + "é".encode() * 200_000 + b"\xff",
     "cut.txt": b"a\n\xe2\x82",
-    "later.txt": b"one\n<|endoftext|>\ntwo \xff",
     "bad.jsonl": b'{"text": "good"}\n{"text": \n',
     "empty.txt": b"",
-    "keys.jsonl": b'\n{"a": "1"}\n',
     "cut.jsonl.gz": gzip.compress(b'{"text": "good"}\n' * 9)[:-9],
     "wide.csv": b"id,text\n1,a\n2,b, c\n",
-    "a.txt.zst": b"",
     "zero.txt": b"no\0text",
     "latin.csv": b"text,id\n" + b"fine,1\n" * 9 + b"b,\xff\n",
 }
@@ -731,34 +682,25 @@ FILES = {
         ("files", r"there is no text in \[\]; give PATHs of readable files or folders"),
         ("files a.txt none*.txt", r"there is no file or folder .*none\*.txt; check the path"),
         ("files long.txt", "long.txt is not UTF-8 text: byte 0xff in line 3; convert or remove it"),
-        ("files later.txt", "later.txt is not UTF-8 text: byte 0xff in line 3"),
         ("files cut.txt", "cut.txt is not UTF-8 text: byte 0xe2 in line 2"),
         ("files zero.txt", "zero.txt is not UTF-8 text: byte 0x00 in line 1"),
         ("files empty.txt", "there is no text in .*empty.txt.*; give PATHs of readable files"),
-        ("files a.txt.zst", "a.txt.zst is packed as .zst; unpack it"),
-        ("files in --include *.md b*", "no text in .*in'. that matches --include .*md b.; give"),
+        ("files in --include *.md b*", "no text in .*in'.; give .*, or a different --include"),
         ("in/a.txt", "in/a.txt is not one of python,.*; for your own texts, .* files .*in/a.txt`"),
-        ("files a.txt --vocab_size 70000", "--vocab_size is 70000; expected 258 to 65536"),
         ("files a.txt --val_fraction 0", "--val_fraction is 0.0; expected between 0 and 1"),
         ("files bad.jsonl", 'bad.jsonl after row 1: expected {"text": TEXT} .*; correct it'),
-        (
-            "files keys.jsonl --text_key a b",
-            "keys.jsonl has no 'b' in row 1, which has 'a'; give --text_key",
-        ),
         ("files cut.jsonl.gz", "cut.jsonl.gz cannot be read .Compressed file ended"),
-        ("files wide.csv", "wide.csv after row 1: expected .*TypeError"),
-        ("files link", "link is a broken link, a pipe or a device; give a file"),
         ("files a.txt --out a.txt/sub", "cannot be read or written .Not a directory."),
+        ("files wide.csv", "wide.csv after row 1: expected .*TypeError"),
         ("files latin.csv", "latin.csv is not UTF-8 text: byte 0xff in line 11; convert"),
     ],
 )
 def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
-    (tmp_path / "link").symlink_to("nothing")
     write_texts(tmp_path / "in", a="text")
     before, words = tree(tmp_path), arguments.split()
-    ours = {*FILES, "link", "a.txt/sub", "none*.txt", "in", "in/a.txt"}
+    ours = {*FILES, "a.txt/sub", "none*.txt", "in", "in/a.txt"}
     words = [str(tmp_path / word) if word in ours else word for word in words]
     words += ["--tokenizer=bytes"] * (words[0] == "files")
     words[1:1] = ["--out", str(tmp_path / "out")]  # the final --out counts
@@ -772,15 +714,14 @@ def test_command_line(tmp_path, capsys):
     """Flags may stand between the paths."""
     folder = write_texts(tmp_path / "in", b="<b>" * 9, no="<no>" * 9)
     (folder / "deep").mkdir()
-    for name in ("a.md", "c.py", "deep/F.MD"):
-        (folder / name).write_text(f"<{name}>" * 9)
-    (tmp_path / "own.py").write_text("<own>" * 9)
+    for path in (folder / "c.py", folder / "deep/F.MD", tmp_path / "own.py"):
+        path.write_text(f"<{path.name}>" * 9)
     flags = ["--tokenizer", "bytes", tmp_path / "own.py", "--val_fraction", "0.5"]
     flags += ["--include", "b.t?t", "--include=*.md", "--out", tmp_path / "out"]
     done = run_python("-OO", "data/prepare.py", "files", folder, *flags)
     assert done.returncode == 0, done.stderr
     found = b"".join(sum(documents_of(tmp_path / "out").values(), []))
-    assert {*re.findall(rb"<(.*?)>", found)} == {b"a.md", b"b", b"deep/F.MD", b"own"}
+    assert {*re.findall(rb"<(.*?)>", found)} == {b"b", b"F.MD", b"own.py"}
     with pytest.raises(SystemExit, match="2"):
         run_command(prepare.main, ["python", "--tok", "bytes"])
     assert "error: unrecognized arguments: --tok" in capsys.readouterr().err
@@ -792,16 +733,15 @@ def test_command_line(tmp_path, capsys):
 
 def test_shards_that_meta_json_does_not_describe_are_refused(tmp_path):
     data = make_data(tmp_path / "data")
-    shard, more = data / "a_train_1.bin", data / "more_train.bin"
-    content, meta_json = shard.read_bytes(), (data / "meta.json").read_text()
+    shard, more, meta_json = data / "a_train_1.bin", data / "more_train.bin", data / "meta.json"
+    content, meta = shard.read_bytes(), meta_json.read_text()
     whole = TokenStream(data, 32).fingerprint()
     longer = struct.pack("<3i", 20240520, 1, 17890) + content[12:] + b"a\0"
     for path, wrong, says in (
         (shard, longer, "is not the shard that meta.json describes"),
-        (shard, None, "has other shards than its meta.json names .a_train_1.bin."),
         (more, content, "has other shards than its meta.json names .more_train.bin."),
     ):
-        path.write_bytes(wrong) if wrong else path.unlink()
+        path.write_bytes(wrong)
         assert re.search(f"{data}.*{says}", refusal(TokenStream, data, 32))
         more.unlink(missing_ok=True)
         shard.write_bytes(content)
@@ -809,43 +749,21 @@ def test_shards_that_meta_json_does_not_describe_are_refused(tmp_path):
     shard.write_bytes(content[:5000] + b"a\0" + content[5002:])
     assert TokenStream(data, 32).fingerprint() != whole
     shard.write_bytes(content)
-    (data / "meta.json").write_text(meta_json.replace('"sha256": ""', '"sha256": "0"'))
+    meta_json.write_text(meta.replace('"sha256": ""', '"sha256": "0"'))
     assert TokenStream(data, 32).fingerprint() != whole
-    (data / "meta.json").write_text(meta_json)
-    assert TokenStream(data, 32).fingerprint() == whole
-
-
-def test_damage_is_caught_while_tokens_are_read(tmp_path):
-    data = make_data(tmp_path / "data")
-    starts = np.array([0, 11100, 11110, 11111, 28900])  # also over the end of a shard
-    shards = TokenShards(data, "train", 257, {})
-    everything = independent_split(data, "train")
-    whole = shards.read_sequences(starts, 33)
-    assert np.array_equal(whole, [everything[at : at + 33] for at in starts])
-    large = "holds token {}, but the vocabulary ends at {}; prepare the data again"
-    assert large.format(256, 255) in refusal(TokenShards, data, "train", 256, {})
-    with open(data / "a_train_0.bin", "r+b") as file:
-        file.seek(1024 + 2 * 11_105)
-        file.write(b"\xff\xff")
-    assert large.format(65535, 256) in refusal(shards.read_sequences, starts, 33)
-    os.truncate(data / "a_train_1.bin", 20_000)
-    assert "a_train_1.bin can no longer be read whole" in refusal(shards.read_sequence, 28900, 33)
 
 
 def test_shards_stay_open(data, monkeypatch):
     """Files are opened once per run, again if a server loses them, and closed with the stream."""
     before = len(os.listdir("/proc/self/fd"))
-    streams = [TokenStream(data, 32) for _ in range(20)]
-    assert len(os.listdir("/proc/self/fd")) == before + 60
-    shards, pread, lost = streams.pop().train, os.pread, [errno.ESTALE]
+    shards, pread, lost = TokenStream(data, 32).train, os.pread, [errno.ESTALE]
+    assert len(os.listdir("/proc/self/fd")) == before + 2
 
     def read(descriptor, *place):
         if lost:
             raise OSError(lost.pop(), "Stale file handle")
         return pread(descriptor, *place)
 
-    streams.clear()
-    assert len(os.listdir("/proc/self/fd")) == before + 2
     whole = shards.read_sequence(0, 29_000)
     monkeypatch.setattr(os, "pread", read)
     opened = Mock(side_effect=open)
@@ -863,6 +781,7 @@ def test_sequences_of_an_epoch(n_tokens, tmp_path):
         write_shard(tmp_path / f"{split}.bin", np.arange(n_tokens, dtype=np.uint16))
     stream, offsets = TokenStream(tmp_path, seq_len=32, seed=3), set()
     n_seqs = stream.seqs_per_epoch
+    assert stream.eval_part == "first"  # without meta.json
     assert n_seqs == max(1, n_tokens // 32 - 1)
     for epoch in range(40):
         starts = stream.sequence_starts(epoch * n_seqs + np.arange(n_seqs))
@@ -876,7 +795,6 @@ def test_sequences_of_an_epoch(n_tokens, tmp_path):
 
 def test_batches_hold_the_tokens_of_their_sequences(data, monkeypatch):
     monkeypatch.setattr(np, "memmap", None)  # some file systems have no memory maps
-    monkeypatch.setattr("data.stream.READ_AT_ONCE", 5000)
     everything = independent_split(data, "train")
     stream = TokenStream(data, seq_len=32)
     stream.set_batch_tokens(512)
@@ -888,14 +806,3 @@ def test_batches_hold_the_tokens_of_their_sequences(data, monkeypatch):
     batches = np.concatenate([stream.batch(step) for step in range(-(-len(stream.aligned) // 16))])
     assert (batches[:, 0] == 256).all()
     assert (np.diff(stream.aligned) >= 32).all() and len(stream.aligned) > 0.9 * 29000 / 97
-
-
-def test_prefetch_keeps_order_and_passes_errors_on():
-    def load(i):
-        if i == 9:
-            raise UserError("shard gone")
-        return i * i
-
-    assert list(itertools.islice(prefetch(load, 3, depth=2), 6)) == [9, 16, 25, 36, 49, 64]
-    with pytest.raises(UserError, match="shard gone"):
-        list(prefetch(load, 0, depth=3))

@@ -16,28 +16,22 @@ import test_train
 import train_gpt
 from conftest import TINY, assert_same_run, final, rows, tiny_run
 from model import GPT, GPTConfig, ParamSpec
-from runtime.checkpoint import read_checkpoint
 from train_gpt import make_config, train
 
 
 class Gated(model_module.MLP):
-    """An MLP with a scalar, vectors, a layer of PyTorch's, and what is frozen or has no use."""
+    """An MLP with a scalar, a vector, a layer of PyTorch's, and what is frozen."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.gate = nn.Parameter(torch.full((1,), 0.7))
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.noise = nn.Parameter(torch.randn(cfg.n_embd))
         self.mix = nn.Linear(cfg.n_embd, cfg.n_embd)
         self.fc.requires_grad_(False)
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return self.gate * self.scale * super().forward(x + self.noise) + self.mix(x)
 
 
 class Counting(torch.optim.Optimizer):
-    """Signs of gradients, at a rate by counters of its own: of a group, and of a parameter."""
+    """Signs of gradients, at a rate by a counter of its own."""
 
     def __init__(self, params):
         super().__init__(params, dict(lr=1e-3, done=0))
@@ -47,11 +41,7 @@ class Counting(torch.optim.Optimizer):
         for group in self.param_groups:
             group["done"] += 1
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["seen"] = state.get("seen", 0) + 1
-                p.sub_(p.grad.sign(), alpha=group["lr"] / (group["done"] + state["seen"]))
+                p.sub_(p.grad.sign(), alpha=group["lr"] / group["done"])
 
 
 def test_a_parameter_starts_as_its_module_made_it_or_as_its_row_says(monkeypatch):
@@ -77,40 +67,18 @@ def test_a_parameter_starts_as_its_module_made_it_or_as_its_row_says(monkeypatch
     assert found.keys() == set(model.parameters())
 
 
-OPTIMIZERS = dict(muon=None, Counting=lambda cfg, model: Counting(model.parameters()))
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_any_parameters_under_any_optimizer_resume_exactly(optimizer, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_module, "MLP", Gated)
+def test_any_optimizer_resumes_exactly(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        train_gpt, "make_optimizer", lambda cfg, model: Counting(model.parameters())
+    )
     flags = dict(data=data, max_steps=6, save_every=3, keep="all")
-    make = OPTIMIZERS[optimizer]
-    if make:
-        monkeypatch.setattr(train_gpt, "make_optimizer", make)
     run, rest = tmp_path / "run", tmp_path / "rest"
     tiny_run(run, **flags)
     tiny_run(rest, **flags, resume=run / "ckpt_3.pt")
     assert_same_run(rest, run, exact=True)
-    ours, theirs = final(rest), final(run)
-    assert ours["optimizer_groups"] == theirs["optimizer_groups"]
-    before = read_checkpoint(run / "ckpt_3.pt")["model"]
-    still = {name for name, w in theirs["model"].items() if torch.equal(w, before[name])}
-    assert still == {f"blocks.{i}.mlp.{name}" for i in (0, 1) for name in ("unused", "fc.weight")}
-    if optimizer == "Counting":
-        assert ours["optimizer_groups"][0]["done"] == ours["optimizer"]["wte.weight"]["seen"] == 6
-        factors = [min(1, 0.05 + 0.95 * (1 - step / 6) / 0.6) for step in range(6)]
-        assert rows(run, "lr") == pytest.approx([1e-3 * x for x in factors])
-
-
-def test_a_run_that_goes_on_for_longer_keeps_its_other_flags(undisturbed, tmp_path):
-    flags = dict(resume=undisturbed / "ckpt_8.pt", out_dir=tmp_path, max_steps=16, keep=1)
-    train(make_config(**flags))
-    config = final(tmp_path)["config"]
-    kept = dict(max_steps=16, keep=1, save_every=1, eval_every=4, n_embd=32, adam_lr=0.004)
-    assert kept.items() <= config.items()
-    # The rate follows the new schedule
-    rates = [0.02 * (0.05 + 0.95 * min(1, (16 - step) / 9.6)) for step in range(8, 16)]
-    assert rows(tmp_path, "lr") == pytest.approx(rates)
+    assert final(rest)["optimizer_groups"][0]["done"] == 6
+    factors = [min(1, 0.05 + 0.95 * (1 - step / 6) / 0.6) for step in range(6)]
+    assert rows(run, "lr") == pytest.approx([1e-3 * x for x in factors])
 
 
 def test_weights_fit_another_context_and_bring_their_sizes(undisturbed, data, tmp_path):
@@ -181,7 +149,6 @@ WRONG = {
 def test_a_wrong_edit_is_found(name, data, monkeypatch):
     (owner, function_name, old, new), (test_name, words) = WRONG[name]
     function, edited = getattr(owner, function_name), {}
-    function = getattr(function, "func", function)  # sample_text is a partial here
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1
     exec(source.replace(old, new), inspect.unwrap(function).__globals__, edited)

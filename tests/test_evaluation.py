@@ -87,13 +87,12 @@ def test_wrong_lines_are_named(tmp_path):
 
 def test_choices_on_the_command_line(noisy, tmp_path, capsys):
     path = write(tmp_path / "q.jsonl", QUESTIONS)
-    command = [str(noisy), "--choices", str(path)]
-    assert run_command(sample.main, command) == 0
+    assert run_command(sample.main, [str(noisy), "--choices", str(path)]) == 0
     title, columns, *rows = capsys.readouterr().out.splitlines()
     assert title == str(path) and columns.split() == ["accuracy", "std", "error"] and len(rows) == 2
-    write(path, [*QUESTIONS, QUESTIONS[0] | dict(endings=["b" * 33, "c"])])
-    assert run_command(sample.main, command) == 2
-    assert "question 5 has an ending of 33 tokens" in capsys.readouterr().err
+    write(path, [*QUESTIONS, QUESTIONS[0] | dict(endings=["b" * 65, "c"])])
+    with pytest.raises(UserError, match="question 5 has an ending of 65 tokens"):
+        answer_choices(random_gpt(vocab_size=257, seq_len=64), BYTES, path)
 
 
 def test_hellaswags_rows_are_scored_as_elsewhere(tmp_path):

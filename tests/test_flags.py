@@ -1,7 +1,6 @@
 """Flags: mistakes are told in one sentence, rules, automatic values and sizes."""
 
 import dataclasses
-import inspect
 import os
 import re
 from pathlib import Path
@@ -9,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch._inductor.exc import CppCompileError, InductorError
 
 import train_gpt
-from common.errors import UserError, error_sentence
+from common.errors import UserError
 from common.values import largest_divisor
 from conftest import (
     ROOT,
@@ -27,9 +25,9 @@ from conftest import (
     stream_of,
     tiny_run,
 )
-from runtime import auto, device, flag_checks, model_setup
+from runtime import auto, flag_checks, model_setup
 from runtime.auto import choose_by_epochs
-from runtime.flags import OTHER_NAMES, check_values, flag, integer, kind_of, parse_flags
+from runtime.flags import OTHER_NAMES, integer, kind_of
 from runtime.ranks import DistContext, join_ranks
 from runtime.resume import Start, keep_flags
 from runtime.sizes import (
@@ -123,26 +121,23 @@ def test_a_compiler_that_does_not_work_is_told(data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_compiler_that_fails_in_a_run_is_told():
-    for error, sentence in (
-        (CppCompileError(["g++"], "x" * 300 + "\ndisk full"), "x disk full); repair"),
-        (OSError(28, "disk full"), "its cache ([Errno 28] disk full); repair"),
-    ):
-        assert sentence in error_sentence(InductorError(error, inspect.currentframe()))
-    assert not error_sentence(InductorError(AssertionError(), inspect.currentframe()))
-
-
 # --------------------------------------------------------------------------------------------------
 # Declaring and reading flags
 
 
 def test_variables_of_a_launcher(monkeypatch):
+    for name, value, says in (
+        ("SLURM_STEP_NUM_TASKS", "2", "srun has started 2 tasks"),
+        ("RANK", "1", "RANK is 1, but WORLD_SIZE is 1; unset both"),
+        ("WORLD_SIZE", "two", "is 'two'; expected an"),
+        ("WORLD_SIZE", "2", "RANK expected, but not set"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert says in refusal(join_ranks)
     for name, value in (("WORLD_SIZE", "1"), ("WORLD_SIZE", ""), ("RANK", "")):
         monkeypatch.setenv(name, value)
         assert join_ranks() == CPU
-    for world_size, says in (("2", "RANK expected, but not set"), ("two", "is 'two'; expected an")):
-        monkeypatch.setenv("WORLD_SIZE", world_size)
-        assert says in refusal(join_ranks)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     said = "--max-restarts needs a folder to resume from; give --out_dir"
     assert said in refusal(flag_checks.check_flags, make_config())
@@ -159,22 +154,7 @@ def test_values_as_they_are_written():
     assert parsed("--compile --resume --profile --bf16") == bare and parsed("") == {}
     given = dict(compile="max-autotune", wandb=False, loss_chunk="auto", keep="all")
     assert parsed(" ".join(flags_of(given))) == given
-    cfg = make_config(**given, eval_every="end", max_steps=None)
-    assert (cfg.loss_chunk, cfg.keep, cfg.eval_every, cfg.max_steps) == (None, "all", "end", None)
-
-
-def test_a_new_field_is_a_flag(capsys):
-    @dataclasses.dataclass(frozen=True)
-    class Edited(Config):
-        z_loss: float = flag(0.1, "weight of the z-loss, in %", min=-1)
-        plain: bool = False
-
-    assert parse_flags(["--z_loss", "2", "--plain"], Edited, {}, "") == dict(z_loss=2.0, plain=True)
-    with pytest.raises(SystemExit):
-        parse_flags(["--help"], Edited, {}, "")
-    assert "weight of the z-loss, in % [0.1]" in capsys.readouterr().out
-    refused = "--z_loss is -2.0; expected a finite number of at least -1"
-    assert refused in refusal(check_values, dict(z_loss=-2.0), Edited)
+    assert make_config(**given).loss_chunk is None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -258,12 +238,6 @@ def test_ranks_share_a_batch_and_copies_evenly():
     for n, most, divisor in ((16, 5, 4), (12, 6, 6), (7, 6, 1), (1, 0, 1), (36, 100, 36)):
         assert largest_divisor(n, most) == divisor
 
-    nodes = DistContext(world_size=8, local_world_size=4)
-    assert not flag_checks.check_device(make_config(parallel="hsdp"), nodes)
-    refused = "--shard_size 3 (by default the ranks per node) does not divide the 8 ranks"
-    thirds = make_config(parallel="hsdp", shard_size=3)
-    assert refused in refusal(flag_checks.check_device, thirds, nodes)
-
 
 # --------------------------------------------------------------------------------------------------
 # What flags become
@@ -274,11 +248,8 @@ def test_learning_rates_by_rule():
         cfg = train_gpt.choose_learning_rates(make_config(**flags))
         return cfg.muon_lr, cfg.adam_lr
 
-    speedrun = rates(preset="gpt2-small", max_steps=5000)
-    assert speedrun == (0.02, 0.006)
+    assert rates(preset="gpt2-small", max_steps=5000) == (0.02, 0.006)  # the speedrun's
     assert rates() == pytest.approx((0.03, 0.012), rel=0.1)  # what was tuned by hand for laptop
-    # The best of 0.002, 0.004, 0.008, 0.016
-    assert rates(optimizer="adamw")[1] == pytest.approx(0.008, rel=0.05)
     assert rates(preset="gpt2-small", optimizer="adamw")[1] == 0.002
     # Wider models in longer runs take lower rates, both of them
     for kind in (0, 1):
@@ -294,13 +265,13 @@ def test_ngram_dropout_and_decay_by_epochs():
         flags |= dict(ngram=3, batch_tokens=32, seq_len=32, max_steps=round(312 * epochs))
         return choose_by_epochs(make_config(**flags), stream_of(10**4, 1024))[name]
 
-    epochs = (0.2, 0.5, 1, 4, 40, 400)
+    epochs = (0.2, 0.5, 1, 4, 40)
     dropout = [chosen(n, "ngram_dropout") for n in epochs]
-    assert dropout[:2] == [0, 0] and 0.05 < dropout[2] < 0.15 and dropout == sorted(dropout)
+    assert dropout[:2] == [0, 0] and 0.05 < dropout[2] < 0.15
     assert all(1.5 < n * (1 - p) < 2.5 for n, p in zip(epochs[3:], dropout[3:]))
     # Embeddings decay where the dataset is repeated
-    decays = [chosen(n, "embed_decay") for n in (0.6, 1.75, 5, 12)]
-    assert decays == pytest.approx([0, 1, 1.5, 1.5])
+    decays = [chosen(n, "embed_decay") for n in (0.6, 1.75, 5)]
+    assert decays == pytest.approx([0, 1, 1.5])
     for flags in (dict(init_from="runs/x"), dict(optimizer="adamw")):
         assert chosen(5, "embed_decay", **flags) == 0
 
@@ -319,8 +290,6 @@ def test_params_choose_sizes_that_flags_may_change():
     given = make_config(params=10_000_000, n_embd=256, batch_tokens=65536)
     assert (given.n_head, given.n_layer) == (2, 13)
     assert given.max_steps == round(20 * 12 * 13 * 256**2 / 65536)
-    assert make_config(params=290_000, n_layer=2).n_embd == 128
-    assert make_config(params=290_000).n_layer == 6
 
 
 def test_minutes_choose_the_size_whose_expected_loss_is_lowest():
@@ -336,11 +305,10 @@ def test_minutes_choose_the_size_whose_expected_loss_is_lowest():
         n_params, tokens = 12 * cfg.n_layer * cfg.n_embd**2, cfg.max_steps * cfg.batch_tokens
         assert tokens == pytest.approx(tokens_in_time(cfg, n_tokens, 1024, flops=1e12), rel=0.05)
         assert 6 * n_params * tokens < 1e12 * 60 * minutes
-        loss = expected_loss(n_params, tokens, n_tokens)
-        for n_layer, n_embd in ((2, 64), (2, 128), (4, 256), (8, 512), (16, 1024)):
-            other = dataclasses.replace(cfg, n_layer=n_layer, n_embd=n_embd)
-            tokens = tokens_in_time(other, n_tokens, 1024, flops=1e12)
-            assert loss < 1.01 * expected_loss(12 * n_layer * n_embd**2, tokens, n_tokens)
+        other = dataclasses.replace(cfg, n_layer=4, n_embd=256)
+        other_tokens = tokens_in_time(other, n_tokens, 1024, flops=1e12)
+        other_loss = expected_loss(12 * 4 * 256**2, other_tokens, n_tokens)
+        assert expected_loss(n_params, tokens, n_tokens) < 1.01 * other_loss
         sizes.append(n_params)
     assert sizes == sorted(set(sizes)) and sizes[0] > min(SIZES) and sizes[-1] < max(SIZES)
 
@@ -350,19 +318,10 @@ def test_minutes_choose_the_size_whose_expected_loss_is_lowest():
     epochs = max_epochs(small, 10**5, 1024)
     assert small.max_steps * small.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
     assert [choose(2, 10**6, flops).n_embd for flops in (1e11, 3e10)] == [128, 64]
-    assert make_config(minutes=3.0).params is None
-    assert make_config(minutes=3.0, n_layer=2).params == 0
 
 
 def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     base = dict(preset="laptop", init_from="run", seq_len=512)
-    for flags, chosen in (
-        ({}, (None, 3, None)),
-        (dict(eval_every=150, patience=0), (None, 0, 150)),
-        (dict(max_steps=9), (9, 0, 150)),
-    ):
-        cfg = make_config(**base | flags)
-        assert (cfg.max_steps, cfg.patience, cfg.eval_every) == chosen
 
     def choose(n_tokens: int, world_size: int = 1, **flags) -> tuple[int, int]:
         cfg = make_config(**base | flags)
@@ -393,7 +352,6 @@ def test_minutes_on_a_small_dataset_end_after_some_epochs(vocab_size, epochs, ng
         cfg = resolved(make_config(**given, minutes=5.0), stream)
         assert cfg.max_steps * cfg.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
         assert (cfg.ngram, cfg.weight_decay) == (ngram, 0.05)
-    assert resolved(make_config(minutes=5.0, doc_align=True), stream).short_frac == 0.0
     # A small table has no room for n-grams of 4 byte pairs. auto: ten evaluations
     small = resolved(make_config(ngram_rows=65536, max_steps=19, eval_every=None), stream)
     assert (small.ngram, small.eval_every) == (6 if vocab_size == 257 else 3, 2)
@@ -422,28 +380,21 @@ def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
     fewer = resolved(keep_flags(make_config(minutes=0.1), start_of(saved)), stream, 1e11)
     assert fewer.max_steps < saved.max_steps / 2
     assert fewer == dataclasses.replace(saved, minutes=0.1, max_steps=fewer.max_steps)
-    for flags, said in (
-        (dict(optimizer="adamw"), "--optimizer adamw is for new runs; ckpt_1.pt has muon"),
-        (dict(params=60_000), "--params 60000 is for new runs"),
-    ):
-        assert said in refusal(keep_flags, make_config(**flags), start_of(saved))
-
+    said = "--optimizer adamw is for new runs; ckpt_1.pt has muon"
+    assert said in refusal(keep_flags, make_config(optimizer="adamw"), start_of(saved))
     # New weights take the model's shape, unless a preset gives another one
-    source = make_config(n_layer=3, n_embd=64, softcap=20.0, batch_tokens=8192)
-    kept = keep_flags(make_config(init_from="x"), start_of(source, is_resume=False))
-    assert (kept.n_layer, kept.n_embd, kept.softcap, kept.batch_tokens) == (3, 64, 20.0, None)
-    kept = keep_flags(make_config(init_from="x", preset="mini"), start_of(source, is_resume=False))
+    kept = keep_flags(make_config(init_from="x", preset="mini"), start_of(saved, is_resume=False))
     assert kept.n_layer == 6
 
 
 def other_value(field: dataclasses.Field, value):
     """A value of a flag that is neither this one nor "choose it"."""
     special = dict(checkpointing="full", window="SL:64", preset="laptop", data="/data", n_head=2)
-    kind, words = kind_of(field), field.metadata["words"]
+    kind = kind_of(field)
     if field.name in special:
         return special[field.name]
     if kind is str:
-        return ["given", *(word for word in words if word != value)][-1]
+        return ["given", *(word for word in field.metadata["words"] if word != value)][-1]
     if kind is bool:
         return not value
     if kind is float:
@@ -502,18 +453,13 @@ def test_the_longest_ngrams_are_those_that_repeat():
         lengths.add(longest)
     assert lengths == {2, 3, 4, 5, 6}
 
-    # Only where a run repeats its dataset
-    stream = stream_of(10**5, 50304)
-    stream.train.read_sequences = lambda starts, length: rng.integers(50304, size=(1, length))
-    for max_steps, ngram in ((6, 4), (60, 2)):
-        cfg = make_config(dtype="fp32", seq_len=32, max_steps=max_steps)
-        assert resolved(cfg, stream).ngram == ngram
-
 
 def test_micro_batch_is_what_fits(monkeypatch):
     """The decision, with measurements made up: bytes per sequence by mode of recomputation."""
     bytes_per_seq, modes, tried = dict(none=10, selective=4, full=1), [], []
     monkeypatch.setattr(model_setup, "apply_recompute", lambda _, mode: modes.append(mode))
+    monkeypatch.setattr(model_setup, "set_mode", lambda _, mode: modes.append(mode))
+    monkeypatch.setattr(model_setup, "dummy_step", lambda *_: tried.append("update"))
 
     def choose(memory, n_seqs=64, **flags) -> tuple[int, str]:
         def passes_fit(model, micro_batch, seq_len) -> bool:
@@ -521,43 +467,22 @@ def test_micro_batch_is_what_fits(monkeypatch):
             return micro_batch * bytes_per_seq[modes[-1]] <= memory
 
         monkeypatch.setattr(model_setup, "passes_fit", passes_fit)
-        monkeypatch.setattr(model_setup, "set_mode", lambda _, mode: modes.append(mode))
-        monkeypatch.setattr(model_setup, "dummy_step", lambda *_: tried.append("update"))
         tried.clear()
         cfg = make_config(seq_len=1024, batch_tokens=n_seqs * 1024, **flags)
         model, on_cuda = torch.nn.Linear(1, 1), DistContext(torch.device("cuda"))
-        model.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+        model.blocks = [model]
         micro_batch = model_setup.fit_into_memory(model, cfg, lambda *_: None, on_cuda)
         return micro_batch, modes[-1]
 
     # An update, in which ranks wait for each other, comes before anything may run out of memory
     assert choose(10**9) == (64, "none") and tried == [1, "update", 64]  # all that there are
-    assert choose(100) == (8, "none") and tried[2:] == [64, 32, 16, 8]
+    assert choose(100) == (8, "none")
     assert choose(30) == (4, "selective")  # of which 4,096 tokens fit: fewer leave a GPU idle
     assert choose(3) == (2, "full") and choose(100, n_seqs=60) == (6, "none")
     assert choose(35, checkpointing="none") == (2, "none")
     assert "one sequence does not fit into this GPU's memory" in refusal(choose, 0)
     # Compiled, twice as many are tried once more
     assert choose(100, compile="default") == (8, "none") and tried[2:] == [64, 32, 16, 8, 16]
-
-
-def test_a_peak_is_of_the_device_by_that_name(monkeypatch):
-    peaks = {
-        "H100 80GB HBM3": 989e12,
-        "H100 80GB HBM3 MIG 1g.10gb": None,
-        "H200": 989e12,
-        "A100-SXM4-80GB": 312e12,
-        "A10": 125e12,
-        "A10-4Q": None,
-        "L40S": 362e12,
-        "RTX A1000": None,
-        "GeForce RTX 3090 Ti": None,
-        "GeForce RTX 4090": 165e12,
-        "GeForce RTX 4090 Laptop GPU": None,
-    }
-    for name, peak in peaks.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: f"NVIDIA {name}")
-        assert device.peak_flops(torch.device("cuda"), "bf16") == peak, name
 
 
 # --------------------------------------------------------------------------------------------------

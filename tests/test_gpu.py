@@ -42,7 +42,6 @@ GPU_SAME = {
     "eager": dict(),
     "efficient attention": dict(attn="efficient"),
     "flex attention": dict(attn="flex"),
-    "flex, compiled": dict(attn="flex", compile="default"),
     "checkpointing selective": dict(checkpointing="selective", compile="default"),
     "CUDA graphs": dict(compile="reduce-overhead", micro_batch=4),
     "offload activations": dict(offload="activations", micro_batch=16),
@@ -50,7 +49,6 @@ GPU_SAME = {
     "offload optimizer": dict(offload="optimizer"),
     "FSDP": dict(parallel="fsdp"),
     "FSDP, fitted micro-batch": dict(parallel="fsdp", micro_batch=None),
-    "HSDP on one rank": dict(parallel="hsdp"),
     "fitted micro-batch": dict(micro_batch=None),
 }
 
@@ -108,10 +106,9 @@ def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, packed):
     assert set(packed) <= {OFFLOAD_MIN_NUMEL}
 
 
-@pytest.mark.parametrize("doc_mask", [False, True])
-def test_gpu_compiled_step_is_the_plain_one(doc_mask):
+def test_gpu_compiled_step_is_the_plain_one():
     plain, compiled = (
-        one_step(some_batch(), device="cuda", compile=compile, doc_mask=doc_mask)
+        one_step(some_batch(), device="cuda", compile=compile, doc_mask=True)
         for compile in ("off", "default")
     )
     assert not difference(compiled, plain, rtol=1e-4)

@@ -84,15 +84,13 @@ def test_compiled_run_is_the_same(data, tmp_path):
 def test_evaluation_is_the_mean_over_whole_windows(data, noisy, tmp_path):
     tokens = np.fromfile(data / "a_val_0.bin", dtype="<u2", offset=1024).astype(np.int64)
     gpt = sample.load(noisy, "cpu", "fp32")[0]
+    starts = np.arange(31) * 135 // 31 * 32  # 31 of 135 windows, spread over the whole split
+    windows = torch.from_numpy(tokens[starts[:, None] + np.arange(33)])
+    loss = gpt(windows[:, :-1], windows[:, 1:]).item()
     flags = dict(data=data, init_from=noisy, max_steps=1, muon_lr=1e-9, adam_lr=1e-9)
-    for n_tokens, n_rows, micro_batch in (("all", 135, 1), (1000, 31, 16)):
-        starts = np.arange(n_rows) * 135 // n_rows * 32  # spread over the whole split
-        windows = torch.from_numpy(tokens[starts[:, None] + np.arange(33)])
-        loss = gpt(windows[:, :-1], windows[:, 1:]).item()
-        more = dict(eval_tokens=n_tokens, micro_batch=micro_batch)
-        summary = tiny_run(tmp_path / str(n_rows), **flags, **more)
-        bits = loss / math.log(2) / (windows[:, 1:] != 256).float().mean().item()
-        assert (summary["val_loss"], summary["val_bpb"]) == pytest.approx((loss, bits), rel=1e-5)
+    summary = tiny_run(tmp_path, **flags, eval_tokens=1000, micro_batch=16)
+    bits = loss / math.log(2) / (windows[:, 1:] != 256).float().mean().item()
+    assert (summary["val_loss"], summary["val_bpb"]) == pytest.approx((loss, bits), rel=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------

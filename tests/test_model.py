@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ import sample
 import train_gpt
 from common.errors import run_command
 from conftest import (
-    TINY,
     assert_weights_equal,
     built,
     compile_with,
@@ -33,7 +31,7 @@ from inference import decode, int8
 from inference.decode import Repeats, compile_decode_step, decode_step, sample_token
 from inference.generation import NO_CACHE, KVCache, cache_is_exact, generate
 from inference.int8 import quantize, round_to_int8
-from model import GPT, Block, attention, cross_entropy, may_attend
+from model import GPT, attention, cross_entropy, may_attend
 from ops.attention import attention_mask
 from ops.compile import apply_compile
 from ops.cross_entropy import FusedCrossEntropy, bounded_cross_entropy
@@ -134,16 +132,6 @@ def test_model_against_its_description(shape):
     loss = gpt(idx, targets).double()
     torch.testing.assert_close(loss, exact.loss(idx, targets), rtol=1e-5, atol=1e-5)
     assert gpt(idx, targets.fill_(-1)).item() == 0
-
-
-def test_a_small_weight_of_a_micro_batch_is_not_rounded():
-    """The loss times a micro-batch's share of the targets, which bf16 would round by 0.3 %."""
-    gpt, idx = random_gpt(compute_dtype=torch.bfloat16, loss_chunk=10), tokens()
-    params, ratios = list(gpt.parameters()), []
-    grads, scaled_grads = (torch.autograd.grad(gpt(idx, idx) / n, params) for n in (1, 491520))
-    for grad, scaled in zip(grads, scaled_grads):
-        ratios.append(491520 * (scaled * grad).sum() / grad.square().sum())
-    assert sum(ratios) / len(ratios) == pytest.approx(1, abs=1.5e-3)
 
 
 def test_flops_against_a_counter():
@@ -263,20 +251,18 @@ def test_a_layer_starts_by_looking_for_what_followed(window, head, monkeypatch):
 def test_dropped_ngrams():
     idx, gpt = tokens(8), random_gpt(ngram=2, ngram_rows=1 << 16)
     words, whole = gpt.wte(idx), gpt.embed(idx, 24)
-    gpt.ngram_dropout, steps = 0.4, []
+    gpt.ngram_dropout, dropped = 0.4, 0
     for gpt.step_seed in range(100):
         got = gpt.embed(idx, 24)
         is_dropped = (got == words).all(-1)
         expected = torch.where(is_dropped[..., None], words, words + (whole - words) / 0.6)
         torch.testing.assert_close(got, expected)
-        steps.append(is_dropped.float())
+        dropped = dropped + is_dropped / 100
         # Whatever rows are beside it
         assert torch.equal(gpt.embed(idx[3:5], 24), got[3:5])
     assert torch.equal(gpt.eval().embed(idx, 24), whole)
-    dropped = torch.stack(steps)
     assert dropped.mean() == pytest.approx(0.4, abs=0.015)  # of 19,200 draws: 4 standard deviations
-    # Of each token, and in each step
-    assert max((dropped.mean(dims) - 0.4).abs().max() for dims in (0, (1, 2))) < 0.25
+    assert (dropped - 0.4).abs().max() < 0.25  # of each token
 
 
 # --------------------------------------------------------------------------------------------------
@@ -396,27 +382,22 @@ def test_eager_functions_are_pytorchs(ours, plain):
 
 def test_top_k_and_top_p_draw_from_the_likeliest():
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    logits = p.log().repeat(4000, 1)
+    logits = p.log().roll(1).repeat(4000, 1)  # the likeliest is not the first
     draws = torch.rand((4000, 1), generator=torch.Generator().manual_seed(0))
-    logits = logits.roll(1, dims=1)  # the likeliest is not the first
-    for top_k in (0, 4):
-        found = torch.bincount(sample_token(logits, draws, 1.0, top_k, 1.0, 0.0)[:, 0])
-        torch.testing.assert_close(found / 4000, p.roll(1), atol=0.03, rtol=0)
+    found = torch.bincount(sample_token(logits, draws, 1.0, 0, 1.0, 0.0)[:, 0])
+    torch.testing.assert_close(found / 4000, p.roll(1), atol=0.03, rtol=0)
     draws[0], draws[1] = 0, 1 - 2**-24  # the ends of what torch.rand draws
     for top_k, top_p, min_p, n in (
         (2, 1.0, 0.0, 2),
         (0, 0.8, 0.0, 2),
         (0, 0.81, 0.0, 3),
         (0, 1e-9, 0.0, 1),
-        (9, 1.0, 0.0, 4),
-        (0, 1.0, 0.29, 3),
-        (0, 1.0, 0.31, 2),
-        (3, 1.0, 0.05, 3),
+        (9, 1.0, 0.29, 3),
+        (3, 1.0, 0.31, 2),
         (0, 1.0, 1.0, 1),
     ):
         drawn = sample_token(logits, draws, 1.0, top_k, top_p, min_p)
         assert sorted((drawn.unique() - 1) % 4) == list(range(n))
-    assert (sample_token(logits, draws, 0, 0, 1.0, 0.0) == 1).all()
 
 
 def test_a_compiled_step_serves_all_texts_and_multiplies_a_row_by_sums(monkeypatch):
@@ -444,12 +425,12 @@ def test_a_compiled_step_serves_all_texts_and_multiplies_a_row_by_sums(monkeypat
         kernels = {name for name in ("linear", "scaled_dot_product") if f".{name}" in traced[-1]}
         assert kernels == ({"linear"} if n_rows > 1 else set())
     # A cache may be sampled in another way
-    cache, repeats, draws = KVCache(gpt, 1), Repeats(torch.tensor([[1]])), torch.full((1, 1), 0.99)
-    arguments = gpt, torch.tensor([[1]]), cache, repeats, draws
+    token = torch.tensor([[1]])
+    arguments = gpt, token, KVCache(gpt, 1), Repeats(token), torch.full((1, 1), 0.99)
     options = dict(vocab_size=65, top_k=0, top_p=1.0, min_p=0.0, dry_multiplier=0.0)
     decode_step(*arguments, temperature=0, **options)
-    colder = step(*arguments, temperature=0.0, **options).item()
-    assert colder != step(*arguments, temperature=1e6, **options).item()
+    colder, hotter = (step(*arguments, temperature=t, **options).item() for t in (0.0, 1e6))
+    assert colder != hotter
 
 
 @torch.no_grad()
@@ -549,6 +530,7 @@ def test_budget_of_the_compiler_acts(monkeypatch):
 @pytest.mark.parametrize("device, n_graphs", [("cpu", 1), ("cuda", 2)])
 def test_blocks_share_a_compilation_and_evaluation_has_its_own(device, n_graphs, monkeypatch):
     """In eval mode and without gradients, as what people add to a block may ask for."""
+    monkeypatch.setattr(model, "cross_entropy", lambda *args: 2 * cross_entropy(*args))  # an edit
     gpt, idx = random_gpt(loss_chunk=24, n_layer=2), tokens()
     counter, params = CompileCounterWithBackend("aot_eager"), list(gpt.parameters())
     want = gpt(idx, idx)
@@ -567,18 +549,6 @@ def test_blocks_share_a_compilation_and_evaluation_has_its_own(device, n_graphs,
         assert counter.frame_count == 2 + n_graphs  # on a CPU the loss only in training
 
 
-@pytest.mark.parametrize("mode", torch._inductor.list_mode_options())
-def test_blocks_are_compiled_as_the_mode_says(mode, monkeypatch):
-    compile = mock.Mock()
-    monkeypatch.setattr(Block, "compile", compile)
-    apply_compile(random_gpt(n_layer=1), mode)
-    found, wanted = (
-        torch._TorchCompileInductorWrapper(name, options, False).config
-        for name, options in ((None, compile.call_args.kwargs["options"]), (mode, None))
-    )
-    assert found == wanted
-
-
 SINCE_2_12 = pytest.mark.skipif(torch.__version__ < "2.12", reason="no float8 matmul on CPUs")
 
 
@@ -590,13 +560,11 @@ SINCE_2_12 = pytest.mark.skipif(torch.__version__ < "2.12", reason="no float8 ma
 def test_fp8_products_are_close(device):
     torch.manual_seed(0)
     sizes = torch.tensor([0.0, 1e-20, 1e-4, 1.0, 300.0, 1e6, 1e30])[torch.arange(64) % 7, None]
-    x, w = (sizes * torch.randn(64, 256)).bfloat16(), torch.randn(48, 256).bfloat16()
-    grad = (sizes.flip(0) * torch.randn(64, 48)).clamp(max=1e4).bfloat16()
+    x, w, grad = torch.randn(64, 256), torch.randn(48, 256), torch.randn(64, 48)
     w[3] = 0
-    w[5] *= 1e-4
-    x, w, grad = (t.to(device).requires_grad_() for t in (x, w, grad))
+    inputs = (sizes * x, w, (sizes.flip(0) * grad).clamp(max=1e4))
+    x, w, grad = (t.to(device, torch.bfloat16).requires_grad_() for t in inputs)
     got = Fp8Linear.apply(x.view(4, 16, 256), w).flatten(0, 1)
-    assert got.dtype == torch.bfloat16 and not got[:, 3].any()
     dx, dw = torch.autograd.grad(got, (x, w), grad)
     # e4m3, and e5m2. Each row has its scale; rows of zeros stay zeros
     wants = ((got, x.float() @ w.float().T, 0.06), (dx, grad.float() @ w.float(), 0.12))
@@ -640,20 +608,13 @@ def mix_into_mlp(monkeypatch, mix) -> None:
 
 def test_what_bypasses_the_cache_is_sampled_without_one(data, tmp_path, monkeypatch, capsys):
     mix_into_mlp(monkeypatch, lambda x: F.pad(x, (0, 0, 1, -1)))  # the token before
-    flags = TINY | dict(data=data, out_dir=tmp_path, max_steps=4, sample_every=2)
-    gpt = train_gpt.train(train_gpt.make_config(**flags), return_model=True)[1]
+    tiny_run(tmp_path, data=data, max_steps=4, sample_every=2)
     log = (tmp_path / "log.txt").read_text()
     title = r"--- sample at step \d: validation text >>> the model's continuation\n"
     assert len(re.findall(title + r"\(sampling without a KV cache", log)) == 2
     capsys.readouterr()
-    command = f"{tmp_path} --temperature 0 --max_new_tokens 40"
-    assert run_command(sample.main, command.split()) == 0
-    shown = capsys.readouterr()
-    assert shown.err.startswith(NO_CACHE + "\n")
-    eot = torch.tensor([[256]])
-    steps = generate(gpt, eot, n_tokens=40, vocab_size=257, temperature=0, use_cache=False)
-    text = bytes(itertools.takewhile(lambda token: token < 256, map(int, steps)))
-    assert shown.out.encode().startswith(text)
+    assert run_command(sample.main, [str(tmp_path), "--max_new_tokens=40"]) == 0
+    assert capsys.readouterr().err.startswith(NO_CACHE + "\n")
 
 
 def test_a_cache_that_an_edit_cannot_use_is_not_exact(monkeypatch):
@@ -663,10 +624,6 @@ def test_a_cache_that_an_edit_cannot_use_is_not_exact(monkeypatch):
     assert not cache_is_exact(gpt)
 
 
-@torch.no_grad()
-def test_an_edit_of_may_attend_masks_without_a_window_too(monkeypatch):
-    idx, plain = torch.arange(12)[None], may_attend
-    windowed, edited = (random_gpt(window=window, seq_len=16) for window in ("S:3", "L"))
-    assert not torch.allclose(edited(idx), windowed(idx), atol=1e-3)
-    monkeypatch.setattr(model, "may_attend", lambda query, key, *_: plain(query, key, 3))
-    torch.testing.assert_close(edited(idx), windowed(idx))
+def test_an_edit_of_may_attend_masks_without_a_window_too():
+    mask = attention_mask("sdpa", lambda q, k, *_: may_attend(q, k, 3), tokens(), 0, None)
+    assert torch.equal(mask, explicit_mask(tokens(1), 3, None)[0, 0])

@@ -1,4 +1,4 @@
-"""The optimizer against SVD, PyTorch's AdamW and RMSprop, and a plain loop."""
+"""The optimizer against SVD, PyTorch's AdamW, and plain loops."""
 
 import math
 
@@ -22,59 +22,40 @@ def test_newton_schulz_against_svd(shape):
     assert (inside - torch.diag_embed(values)).abs().max() < 2e-3
     least = 0.1 if shape[0] == shape[1] else 0.71  # square ones have tiny values
     assert least < values.min() and values.max() < 1.29
-    torch.testing.assert_close(newton_schulz(1e-5 * x), newton_schulz(1e5 * x), rtol=0, atol=1e-3)
     assert newton_schulz(torch.zeros(2, 3, 4)).abs().max() == 0
 
 
-def random_steps(optimizer, params, steps=6):
-    """Gradients that change from step to step: only then do momentum and its Nesterov form show."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator)
-        optimizer.step()
-
-
 def test_adam_against_torch():
+    """Gradients change from step to step: only then does momentum show."""
+    generator = torch.Generator().manual_seed(1)
     start = [torch.randn(20, 10), torch.randn(7), torch.randn(())]
     ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
     settings = dict(lr=0.02, betas=(0.8, 0.95), weight_decay=0.3)
-    random_steps(Optimizer([settings | dict(params=ours, kind="adam")]), ours)
-    random_steps(torch.optim.AdamW(theirs, **settings, eps=1e-10), theirs)
-    torch.testing.assert_close(ours, theirs)
-
-
-def test_rmsprop_of_rows_against_torch():
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(20, 10, generator=generator)
-    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    group = dict(params=[ours], kind="rmsprop", lr=0.02, betas=(0.0, 0.9), weight_decay=0.0)
-    optimizer = Optimizer([group])
-    oracle = torch.optim.RMSprop([theirs], 0.02, alpha=0.9, eps=1e-10)
-    for step in range(6):
-        # One magnitude in each row, so that its mean square is the square of each of its elements
-        size = torch.rand(20, 1, generator=generator)
-        size[step::4] = 0
-        ours.grad = size * torch.randn(20, 10, generator=generator).sign()
-        theirs.grad = ours.grad.clone()
+    optimizer = Optimizer([settings | dict(params=ours, kind="adam")])
+    oracle = torch.optim.AdamW(theirs, **settings, eps=1e-10)
+    for _ in range(6):
+        for p, other in zip(ours, theirs):
+            p.grad = other.grad = torch.randn(p.shape, generator=generator)
         optimizer.step()
         oracle.step()
     torch.testing.assert_close(ours, theirs)
 
-    # Weight decay is applied once it is 1 %; elements of other sizes change along the gradient
-    optimizer.param_groups[0]["weight_decay"] = 0.2
-    ours.grad = torch.zeros(20, 10)
-    before = ours.detach().clone()
-    for _ in range(2):
+
+def test_rmsprop_of_rows():
+    """By its formula; weight decay is applied once it is 1 %, after three steps."""
+    generator = torch.Generator().manual_seed(0)
+    ours = torch.nn.Parameter(torch.randn(20, 10, generator=generator))
+    group = dict(params=[ours], kind="rmsprop", lr=0.02, betas=(0.0, 0.9), weight_decay=0.2)
+    optimizer = Optimizer([group])
+    expected, mean_square = ours.detach().clone(), torch.zeros(20, 1)
+    for step in range(6):
+        ours.grad = torch.randn(20, 10, generator=generator)
+        ours.grad[step::4] = 0
+        mean_square = 0.9 * mean_square + 0.1 * ours.grad.square().mean(1, keepdim=True)
+        expected *= 0.996**3 if step % 3 == 2 else 1
+        expected -= 0.02 * ours.grad / mean_square.sqrt().clamp(min=1e-10)
         optimizer.step()
-    assert torch.equal(ours, before)
-    ours.grad = torch.randn(20, 10, generator=generator)
-    ours.grad[:3] = 0
-    optimizer.step()
-    change = ours.detach() - 0.996**3 * before
-    torch.testing.assert_close(change[:3], torch.zeros(3, 10), rtol=0, atol=1e-7)
-    cosines = torch.cosine_similarity(change[3:], -ours.grad[3:])
-    torch.testing.assert_close(cosines, torch.ones(17))
+        torch.testing.assert_close(ours.detach(), expected)
 
 
 def test_sparse_gradients_change_nothing(monkeypatch):
@@ -98,17 +79,12 @@ def test_sparse_gradients_change_nothing(monkeypatch):
 
 
 def test_schedules():
-    assert get_lr_multiplier(0.99, make_config(max_steps=100, cooldown_frac=0)) == 1.0
+    cfg = make_config(max_steps=10, warmup_frac=0.5, cooldown_frac=0)
+    assert [get_lr_multiplier(x, cfg) for x in (0.2, 0.99)] == pytest.approx([0.6, 1])
     cfg = make_config(short_frac=0.5, seq_len=64, batch_tokens=64)
     assert [get_seq_len(progress, cfg) for progress in (0.0, 0.49, 0.5, 1.0)] == [8, 8, 64, 64]
     rising = [get_momentum(step) for step in (0, 500, 1000, 10**6)]
     assert rising == pytest.approx([0.85, 0.9, 0.95, 0.95])
-    state = built(warmup_frac=0.5, cooldown_frac=0.5)
-    state.step = 500
-    train_gpt.train_step(state, some_batch(), 0.2)
-    for group in state.optimizer.param_groups:
-        assert group["lr"] == pytest.approx(group["initial_lr"] * (0.2 + 1 / 20) / 0.5)
-        assert group.get("momentum") == (rising[1] if group["kind"] == "muon" else None)
 
 
 @torch.no_grad()

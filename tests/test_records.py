@@ -4,10 +4,8 @@ import json
 import math
 import re
 import shutil
-import sys
 from pathlib import Path
 from statistics import mean, stdev
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +14,6 @@ from common.files import sha256_of_file
 from conftest import ROOT, TINY, assert_same_run, flags_of, run_main, run_python
 from data import prepare
 from records import check, rerun, source
-from runtime import run_folder
 from runtime.run_folder import SOURCE_FILES
 
 NAME = Path("records", "laptop", "2026-01-01_shakespeare-1.8857")
@@ -90,7 +87,6 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("seed_1/summary.json", r'"val_loss": [\d.]+', '"val_loss": 0.1', "disagree"),
     ("seed_0/summary.json", '"files": {.*?}', '"files": {}', "are not the track's"),
     ("seed_0/summary.json", r'"val_tokens": \d+', '"val_tokens": 64', "validated on 64"),
-    ("seed_2/log.txt", '"seed": 2', '"seed": 7', "expected 0, 1, 2"),
     ("seed_2/log.txt", '"seed": 2', '"seed": 7', "seed_2: its seed is 7"),
     ("seed_1/log.txt", r"data: (\S+) \(.*?\), ", "data: x (y), 1", "tokens, ' about the data"),
     ("seed_1/log.txt", '"n_layer": 2', '"n_layer": 3', "from seed_0: n_layer 3, not 2"),
@@ -110,12 +106,6 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("rerun_1/metrics.jsonl", r'"val_loss": ', '"val_loss": 1', "rerun_1: val_loss 1"),
     ("rerun_1/summary.json", 's": -', 's": ', "its train_time equals that of seed_1: a copy"),
     ("rerun_1/summary.json", 's": -', 's": 9', "rerun it on an idle machine"),
-    (
-        "rerun_1/metrics.jsonl",
-        r'"val_loss": (\d\.\d)\d',
-        '"val_loss": 5.08',
-        "rerun_1: val_loss 5.",
-    ),
     ("rerun_1/summary.json", '"system_s": ', '"system_s": 9', "s by the system's"),
     ("rerun_1/summary.json", '"same_start": true, ', "", "not a function of the seed alone"),
     ("seed_1/summary.json", "1 x cpu", "1 x cpu, fast", "a different machine than seed_0"),
@@ -223,15 +213,6 @@ def test_weights_that_begin_with_what_the_dataset_holds_are_found(repository, da
     assert not rerun.is_same_start(tmp_path / "cheat", words, data)
 
 
-def test_every_module_of_a_run_is_logged_and_kept(shakespeare_like, tmp_path, monkeypatch):
-    assert check.read_run(shakespeare_like / NAME / "seed_0")["sources"].keys() == set(SOURCE_FILES)
-    module = SimpleNamespace(__file__=str(ROOT / "LICENSE"))
-    monkeypatch.setitem(sys.modules, "mine", module)
-    assert run_folder.run_sources()["LICENSE"] == ROOT / "LICENSE"
-    module.__file__ = str(tmp_path)  # of another folder: not the repository's
-    assert "LICENSE" not in run_folder.run_sources()
-
-
 def test_records_of_this_repository_keep_the_rules(repository):
     if source.git("rev-parse", "--is-shallow-repository").strip() != b"false":
         pytest.skip("needs the whole history")
@@ -268,17 +249,6 @@ def test_packed_records_keep_the_difference(unpacked):
     assert not check.check_record(str(unpacked))[0]["broken"]
 
 
-def test_a_commit_beside_the_history_is_read_from_where_it_left(record, repository):
-    branch = (
-        "-c user.name=test -c user.email=test@localhost commit-tree -p HEAD -m branch HEAD^{tree}"
-    )
-    side = source.git(*branch.split(), folder=repository, advice="mend it").decode().strip()
-    head = source.git("rev-parse", "HEAD").decode().strip()
-    (record / "source.patch").write_text(f"commit {side}\n")
-    _, notes = check.check_record(str(record))
-    assert notes[0] == f"The source is commit {head[:7]} of this history."
-
-
 def test_p_is_that_of_the_reruns(record):
     losses = []
     for run in record.glob("seed_*"):
@@ -299,10 +269,6 @@ def test_pack_keeps_what_it_cannot_pack(unpacked):
     with pytest.raises(UserError, match="seed_1 ran a different model.py than source.patch"):
         check.pack(str(unpacked), "HEAD")
     assert len(list(unpacked.glob("*/source"))) == 3
-    for folder in unpacked.glob("*/source"):
-        shutil.rmtree(folder)
-    with pytest.raises(UserError, match="has no runs with source/"):
-        check.pack(str(unpacked), "HEAD")
 
 
 def test_sources_that_cannot_be_rebuilt_are_told(record):
@@ -315,8 +281,3 @@ def test_sources_that_cannot_be_rebuilt_are_told(record):
         (record / "source.patch").write_text(text)
         with pytest.raises(UserError, match=re.escape(said)):
             check.check_record(str(record))
-
-
-def test_p_values_against_tables():
-    for values, p in (([0.0, -1.0], 0.25), ([-1.0, -2.0, -3.0], 0.03709), ([*range(9)], 0.9991)):
-        assert check.t_test(values, 0.0) == pytest.approx(p, rel=1e-3)

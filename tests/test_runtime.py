@@ -53,16 +53,13 @@ from runtime import checkpoint as checkpoint_module
 from runtime import progress as progress_module
 from runtime import run as run_module
 from runtime.checkpoint import list_checkpoints, read_checkpoint
-from runtime.log import SECTION, Log
-from runtime.progress import MAX_BAD_STEPS, Clock, Status, reason_to_stop, time_progress
-from runtime.ranks import DistContext
+from runtime.log import SECTION
+from runtime.progress import MAX_BAD_STEPS, Status, reason_to_stop, time_progress
 from runtime.resume import newest_valid
 from runtime.run import SIGNALS, catch_signals
 from runtime.run_folder import SOURCE_FILES, locked_folder
 from runtime.trials import run_trials
-from train_gpt import get_batch, get_seq_len, make_config, train
-
-CPU = DistContext(torch.device("cpu"))
+from train_gpt import get_batch, make_config, train
 
 
 def read_log(run: Path) -> str:
@@ -100,8 +97,7 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     flags = dict(data=data, max_steps=9, log_every=3, eval_every=6, target_val_loss=5.5, profile=2)
     summary = tiny_run(folder, **flags)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    *training, evaluation = lines
-    first, last = training[0], training[-1]
+    first, _, last, evaluation = lines
     assert [row["step"] for row in lines] == [1, 3, 6, 6]
     clocks = {"step", "tokens", "train_time_s", "wall_time_s"}
     figures = {"train_loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_mem_mb"}
@@ -115,8 +111,6 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     events = json.loads((folder / "trace_rank0.json").read_text())["traceEvents"]
     assert any("aten::mm" in event.get("name", "") for event in events)
     text = read_log(folder)
-    sources = {"train_gpt.py", "model.py", "ops/loss.py", "data/stream.py", "runtime/run.py"}
-    assert sources <= set(SOURCE_FILES)
     for name in SOURCE_FILES:
         content = (ROOT / name).read_bytes()
         assert (folder / "source" / name).read_bytes() == content
@@ -124,8 +118,6 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     said = f"torch {torch.__version__}", '"muon_lr": 0.02', "step 6/9 | loss", "Self CPU time total"
     assert all(words in text for words in said)
     assert text.startswith(f"{SECTION} run\n{{") and "\ncommand: " in text
-    files = ".lock ckpt_6.pt ckpt_best.pt log.txt metrics.jsonl source summary.json"
-    assert sorted(path.name for path in folder.iterdir()) == [*files.split(), "trace_rank0.json"]
 
     # Resumed, it is complete, and keeps its figures. Its sources are kept if they are others
     (folder / "source" / "model.py").write_text("# as it was then\n")
@@ -137,22 +129,19 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     assert read_log(folder).count("\nsources: ") == 2 and (folder / "source_6/model.py").exists()
 
 
-def test_wandb_gets_the_rows_and_a_failed_login_is_told(data, tmp_path, monkeypatch):
+def test_wandb_gets_the_rows(data, tmp_path, monkeypatch):
     run, flags = mock.Mock(), dict(data=data, wandb=True)
     wandb = SimpleNamespace(init=mock.Mock(return_value=run))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    tiny_run(tmp_path / "a", **flags, max_steps=2)
+    tiny_run(tmp_path, **flags, max_steps=2)
     *logged, end = run.mock_calls
     assert [call.kwargs["step"] for call in logged] == [1, 2, 2] and end == mock.call.finish()
     assert "val_loss" in logged[-1].args[0]
     run.log.side_effect = ConnectionError("the service is gone")
-    assert tiny_run(tmp_path / "a", **flags, max_steps=3, resume="newest")["step"] == 3
+    assert tiny_run(tmp_path, **flags, max_steps=3, resume="newest")["step"] == 3
     first, second = (call.kwargs["id"] for call in wandb.init.call_args_list)
     said = "--wandb has failed (the service is gone); the run continues without it"
-    assert first == second and read_log(tmp_path / "a").count(said) == 1
-    del wandb.init  # as with a broken package
-    said = refusal(tiny_run, tmp_path / "b", **flags)
-    assert re.fullmatch("--wandb could not start .* WANDB_MODE=offline", said)
+    assert first == second and read_log(tmp_path).count(said) == 1
 
 
 def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path):
@@ -188,14 +177,8 @@ def test_progress_of_minutes():
     times = [0.1 + 2 * i for i in range(6)]
     assert [done(time, 0.0, 25.2 / 60) for time in times] == pytest.approx(np.array(times) / 12.1)
     assert done(12.1, 0.0, 25.2 / 60) == 1
-    # By the clock, too, the first 70 % of the steps have short sequences, which take less time
-    cfg = make_config(minutes=2.0, short_frac=0.7)
-    clock, seq_lens = 0.0, []
-    while (progress := done(clock, 0.7)) < 1:
-        seq_lens.append(get_seq_len(progress, cfg))
-        clock += 1.0 if seq_lens[-1] < cfg.seq_len else 1.7
-    assert len(seq_lens) == pytest.approx(107 / (0.7 + 0.3 * 1.7), abs=2)
-    assert seq_lens.count(cfg.seq_len) / len(seq_lens) == pytest.approx(0.3, abs=0.02)
+    # Where 70 % of the steps have short sequences, these are over after less of the time
+    assert done(60, 0.7) > 60 / 105
 
 
 def test_the_strongest_reason_ends_a_run():
@@ -266,31 +249,23 @@ def test_minutes_follow_the_clock_also_over_a_resume(clock, data, tmp_path):
     assert max(np.diff(rates)) < 0.001 > min(np.diff(rates))
 
 
-def test_max_minutes_leave_the_schedule_alone(clock, data, undisturbed, tmp_path):
-    assert tiny_run(tmp_path / "run", data=data, max_minutes=0.1)["step"] == 6
-    assert tiny_run(tmp_path / "run", data=data, max_minutes=0.1, resume="newest")["step"] == 12
-    tiny_run(tmp_path / "run", data=data, max_minutes=0, resume="newest")
-    assert_undisturbed(tmp_path / "run", undisturbed)
-
-
 def test_trials_end_with_the_first_that_does_not(capsys):
-    ends, trained = ["max_steps"] * 3, []
+    trained = []
 
     def fake(cfg):
         trained.append(cfg.out_dir)
-        return dict(val_loss=2.0 + cfg.seed, train_time_s=3.0, stopped_by=ends[cfg.seed])
+        ends = "SIGTERM" if len(trained) == 5 else "max_steps"
+        return dict(val_loss=2.0 + cfg.seed, train_time_s=3.0, stopped_by=ends)
 
     cfg = make_config(trials=3, out_dir="runs/x")
     run_trials(cfg, fake)
     expected = "3 trials in runs/x: val_loss 3.0000 +- 1.0000, train_time 3.0 s each"
     assert expected in capsys.readouterr().out
     assert trained == ["runs/x/seed_0", "runs/x/seed_1", "runs/x/seed_2"]
-    ends[1] = "SIGTERM"
     run_trials(cfg, fake)
     assert len(trained) == 5 and "1 of 3 trials are complete" in capsys.readouterr().out
-    for flags in (dict(target_val_loss=1.0), dict(resume="runs/y")):
-        said = refusal(run_trials, make_config(trials=3, **flags), fake)
-        assert said.startswith("--trials compares whole runs")
+    said = refusal(run_trials, make_config(trials=3, target_val_loss=1.0), fake)
+    assert said.startswith("--trials compares whole runs")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -370,7 +345,6 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path):
         (dict(resume=tmp_path / "ckpt_20.pt"), version),
         (dict(data=make_data(tmp_path / "other", seed=1)), elsewhere),
         (dict(seed=1), elsewhere),
-        (dict(batch_tokens=1024), elsewhere),
         (dict(doc_align=True), elsewhere),
         (
             dict(resume=plain / "ckpt_best.pt"),
@@ -394,8 +368,11 @@ def test_which_run_is_resumed_and_branches_are_safe(data, plain, tmp_path, monke
     said = refusal(tiny_run, "runs/a", resume="runs/a/ckpt_2.pt")
     assert re.search("ckpt_4.pt, later than .*ckpt_2.pt; give another --out_dir", said)
     # A branch of another folder
-    assert tiny_run("runs/b", data=data, resume=plain, max_steps=21)["step"] == 21
+    for step in (20, 21):
+        assert tiny_run("runs/b", data=data, resume=plain, max_steps=step)["step"] == step
+        assert final("runs/b")["step"] == step
     assert rows("runs/b", "step") == [21, 21]
+    assert not list(Path().glob("runs/a/source_*"))  # they have not changed
 
 
 def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(
@@ -406,49 +383,35 @@ def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(
 
     def dying(state, *inputs):
         assert (folder / f"ckpt_{state.step}.pt").exists()
-        return 1 / 0 if state.step == 8 else evaluate(state, *inputs)
+        return 1 / 0 if state.step == 20 else evaluate(state, *inputs)
 
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(train_gpt, "evaluate", dying)
         tiny_run(folder, **common)
     assert "ended: Traceback" in read_log(folder)
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('\x00\x00\n{"step": 11, "train_loss": 9}\n{"step": 12, "tra')
+        file.write('\x00\x00\n{"step": 21, "train_loss": 9}\n{"step": 22, "tra')
     tiny_run(folder, **common, resume="newest")
     assert_undisturbed(folder, undisturbed)
     for key in ("step", "val_loss"):
         assert rows(folder, key) == rows(undisturbed, key)
 
 
-def test_what_an_edit_draws_resumes_exactly_and_what_it_evaluates_is_kept(
-    data, tmp_path, monkeypatch
-):
+def test_what_an_edit_draws_resumes_exactly(data, tmp_path, monkeypatch):
     forward = GPT.forward
 
     def with_noise(self, idx, targets=None):
         noise = 0.5 + torch.rand(()) + random.random() + np.random.rand()
         return forward(self, idx, targets) * (noise if self.training else 1)
 
-    def halve(state, loss):
-        params = state.raw_model.named_parameters()
-        state.extra["eval_weights"] = {name: p.detach() / 2 for name, p in params}
-
     monkeypatch.setattr(GPT, "forward", with_noise)
     rest, whole = tmp_path / "rest", tmp_path / "whole"
-    common = dict(on_step=halve, data=data, save_every=2, keep="all", max_steps=4)
+    common = dict(data=data, save_every=2, keep="all", max_steps=4)
     tiny_run(whole, **common)
     tiny_run(rest, **common, resume=whole / "ckpt_2.pt")
     losses = rows(whole, "train_loss")
     assert rows(rest, "train_loss") == losses[2:] and len(set(losses)) == 4
     assert_weights_equal(rest, whole)
-    # The weights that were evaluated, and nothing else. A new run begins from those too
-    halves = {name: w / 2 for name, w in final(whole)["model"].items()}
-    best = read_checkpoint(whole / "ckpt_best.pt")
-    assert best["step"] == 4 and best["optimizer"] == best["extra"] == {}
-    assert equal_weights(best["model"], halves)
-    tiny_run(tmp_path / "new", data=data, init_from=whole, max_steps=1, muon_lr=1e-9, adam_lr=1e-9)
-    for name, w in final(tmp_path / "new")["model"].items():
-        torch.testing.assert_close(w, halves[name], rtol=1e-5, atol=1e-6)
 
 
 def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, monkeypatch):
@@ -532,13 +495,14 @@ def test_too_many_bad_steps_end_the_run(factor, data, tmp_path, monkeypatch):
     said = f"many steps in a row, to step {end} (ckpt_4.pt is from before); if it was 0, see "
     said += "whether all targets are masked, otherwise --resume with lower learning rates"
     with pytest.raises(RunError, match=re.escape(said)):
-        tiny_run(folder, data=data, micro_batch=16, save_every=2, keep="all")
+        tiny_run(folder, data=data, micro_batch=16, save_every=2, keep=1)
     log = read_log(folder)
     assert said in log and "\nstep 3 skipped" in log and log.count("(1 in a row)") == 2
     assert json.loads((folder / "summary.json").read_text())["stopped_by"] == "diverged"
     for key in ("train_loss", "grad_norm"):
         assert rows(folder, key)[4] == (0 if factor == 0 else None)
-    # Nothing is saved after a bad step, because the one before may have ruined the weights
+    # Nothing is saved after a bad step, because the one before may have ruined the weights; and the
+    # checkpoint before the newest is kept until another step was good
     assert [path.name for path in list_checkpoints(folder)] == ["ckpt_4.pt", "ckpt_2.pt"]
 
 
@@ -602,20 +566,6 @@ def test_a_full_disk_costs_no_row_and_at_the_end_is_an_error(
     assert [path.name for path in folder.glob("*ckpt*")] == ["ckpt_15.pt"]
     tiny_run(folder, **flags, resume="newest")
     assert_undisturbed(folder, undisturbed)
-
-
-def test_rows_are_on_the_disk_before_a_checkpoint(tmp_path, monkeypatch):
-    """One that a full disk held back, too; some file systems have no fsync."""
-    log = Log(tmp_path, CPU, Clock(CPU))
-    log.open_files(make_config(), 0, is_branch=False)
-    with no_room(10):
-        log.write(log.metrics, '{"step": 1}')
-        with pytest.raises(OSError):
-            log.sync()
-    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EINVAL, "no fsync")))
-    log.sync()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    log.close()
 
 
 def test_a_lack_of_memory_is_one_sentence(data, tmp_path):

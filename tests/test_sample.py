@@ -107,10 +107,13 @@ def test_interactive_continues_each_line(run, monkeypatch, draw):
 
 
 @pytest.mark.parametrize("stride", [0, 7])
-def test_perplexity_is_that_of_a_plain_loop(stride, noisy, tmp_path, run):
+def test_perplexity_is_that_of_a_plain_loop(stride, noisy, tmp_path, monkeypatch):
     raw = ("hällo <unk> @-@ \n = " * 30).encode()  # words as in WikiText
     (tmp_path / "text").write_bytes(raw)
-    shown = run("--perplexity", tmp_path / "text", "--dtype", "fp32", "--stride", stride).out
+    tables = []
+    monkeypatch.setattr(sample, "print_table", lambda title, table: tables.append(table))
+    flags = f"{noisy} --perplexity {tmp_path}/text --dtype fp32 --stride {stride}"
+    assert run_command(sample.main, flags.split()) == 0
     gpt, stream = sample.load(noisy, "cpu", "fp32")[0], torch.tensor([256, *raw])
     # Each window counts what no earlier one has
     losses, end = [], 0
@@ -122,12 +125,10 @@ def test_perplexity_is_that_of_a_plain_loop(stride, noisy, tmp_path, run):
         loss = F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="none")
         losses += loss[counted - end :].tolist()
     assert len(losses) == len(raw)
-    rows = [line.replace(",", "").split() for line in shown.splitlines()[2:]]
-    for (*unit, count, perplexity, nats, bits), n in zip(rows, (len(raw), len(raw), 120)):
-        assert int(count) == n and unit[0] == "per"
-        expected = [sum(losses) / n, sum(losses) / n / math.log(2)]
-        assert [float(nats), float(bits)] == pytest.approx(expected, rel=1e-5)
-        assert math.log(float(perplexity)) == pytest.approx(expected[0], rel=1e-5)
+    for row, n in zip(tables[0].values(), (len(raw), len(raw), 120)):
+        nats = sum(losses) / n
+        expected = [n, math.exp(nats), nats, nats / math.log(2)]
+        assert [*row.values()] == pytest.approx(expected, rel=1e-4)
 
 
 def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path):
@@ -153,20 +154,15 @@ def test_the_newest_run_is_sampled(plain, tmp_path, monkeypatch, run):
 def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, run, capsys):
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("text")
-    Path("empty").touch()
     Path("run").mkdir()
     shutil.copy(plain / "ckpt_20.pt", "run")
     for path, flags, says in (
         (noisy, "--max_new_tokens 0", "expected 1 to"),
-        (noisy, "--max_new_tokens 99999999999999999999", "to 2147483647"),
         (noisy, "--min_p 1.1", "expected 0 to 1"),
         (noisy, "--perplexity text --stride 33", "at most the context"),
         (noisy, "--perplexity none", "is not a plain text file"),
-        (noisy, "--perplexity empty", "is empty"),
         (noisy, "--choices none", "there is no file"),
-        (noisy, "--choices empty", "has no questions"),
         (noisy, "--best", "but --best is for a run's folder"),
-        (300 * "x", "", "File name too long"),
         ("none", "", "no ckpt_<step>.pt in none; give the folder of a run that has saved"),
         ("", "", "no ckpt_<step>.pt in runs; give"),
         ("run", "--best", "there is no ckpt_best.pt in run; give"),
@@ -178,15 +174,13 @@ def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, run
         assert "not allowed with argument" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("says", ["does not fit this model", "not finite", "unknown tokenizer"])
+@pytest.mark.parametrize("says", ["not finite", "unknown tokenizer"])
 def test_a_checkpoint_that_cannot_be_sampled_is_said(says, noisy, tmp_path, run):
     checkpoint = read_checkpoint(noisy)
     if says == "unknown tokenizer":
         checkpoint["tokenizer"] = "llama"
-    elif says == "not finite":
-        checkpoint["model"]["head.weight"][0, 0] = math.nan
     else:
-        checkpoint["model_config"]["vocab_size"] = 200
+        checkpoint["model"]["head.weight"][0, 0] = math.nan
     torch.save(checkpoint, tmp_path / "ckpt_1.pt")
     shown = run(path=tmp_path, code=2)
     assert says in shown.err and len(shown.err.splitlines()) == 1 and not shown.out
