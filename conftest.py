@@ -493,16 +493,18 @@ def untried_fields() -> list[str]:
     return [name for name in edited if getattr(cfg, name) == defaults[name]]
 
 
-def pytest_unconfigure(config) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # after pytest's own summary
+def pytest_sessionfinish(session):
     """The last line says which flags of an edit have not been tried."""
+    result, config = (yield), session.config
     is_meant = any("test_train" in arg for arg in config.args)
-    if not is_meant or hasattr(config, "workerinput") or config.option.collectonly:
-        return
-    names = untried_fields()
-    if names:
+    if is_meant and not hasattr(config, "workerinput") and not config.option.collectonly:
+        names = untried_fields()
         values = " ".join(f"{name}=..." for name in names)
-        said = f'not tried: {", ".join(names)}, at the default here; add --flags "{values}"'
-        config.get_terminal_writer().line(said)
+        if names:
+            said = f'not tried: {", ".join(names)}, at the default here; add --flags "{values}"'
+            config.get_terminal_writer().line(said)
+    return result
 
 
 # --------------------------------------------------------------------------------------------------
