@@ -834,7 +834,8 @@ def test_batches(data, tmp_path, monkeypatch):
         dist_ctx.rank, dist_ctx.world_size = rank, world_size
         return get_batch(step)
 
-    assert torch.equal(batch(77), torch.cat([batch(77, rank, 4) for rank in range(4)])), (
+    parts = torch.cat([batch(77, rank, 4) for rank in range(4)])
+    assert sorted(parts.tolist()) == sorted(batch(77).tolist()), (
         "the batches of four ranks are not the parts of one rank's: get_batch must depend on "
         "(seed, step) alone, and give a rank its part of the sequences"
     )
