@@ -519,8 +519,9 @@ def test_cached_decoding(flags):
         found = difference(logits, whole[:, end - 1 : end], "the logits", 1e-3)
         assert not found, (
             f"with a KV cache, {found} at position {end - 1}: what looks at other tokens or at "
-            "positions must use previous_token() or GPT.backbone's `position`; otherwise the model "
-            "is sampled without a cache, which is slower"
+            "positions must use previous_token() or GPT.backbone's `position`, and attention do "
+            "the same where there is a ctx.kv_cache; otherwise the model is sampled without a "
+            "cache, which is slower"
         )
         first = end
 
