@@ -853,9 +853,9 @@ def test_batches(data, tmp_path, monkeypatch):
 
 def remember(state, loss: Tensor) -> None:
     """What an edit might keep in state.extra."""
-    seen = state.extra.get("seen", dict(sum=0, steps=[]))
-    steps = [*seen["steps"], state.step]
-    state.extra["seen"] = dict(sum=seen["sum"] + loss, steps=steps, note="kept")
+    kept = state.extra.get("test_train", dict(sum=0, steps=[]))
+    steps = [*kept["steps"], state.step]
+    state.extra["test_train"] = dict(sum=kept["sum"] + loss, steps=steps, note="kept")
 
 
 @pytest.fixture(scope="module")
