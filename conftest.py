@@ -439,13 +439,13 @@ def edit_flags() -> dict:
 
 
 def told(error: BaseException) -> str:
-    """An error in a few lines: what it says, and where in the edited files it came from."""
+    """An error in a few lines: what it says, and where in our files it came from."""
     lines = str(error).strip()[:400].splitlines()[:5]
     said = [f"{type(error).__name__}: {lines[0] if lines else ''}", *lines[1:]]
     frames = []
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
-        if path.is_relative_to(ROOT) and path.name not in ("conftest.py", "test_train.py"):
+        if path.is_relative_to(ROOT):
             frames.append(f"  {path.relative_to(ROOT)}:{frame.lineno} {frame.name}: {frame.line}")
     return "\n".join(said + frames[-6:])
 
@@ -458,10 +458,9 @@ def pytest_runtest_makereport(item, call):
     """Failures of test_train.py are their messages, each once; --tb=long shows all."""
     report = yield
     if report.failed and item.path.name == "test_train.py" and item.config.option.tbstyle == "auto":
-        error = call.excinfo.value
-        is_ours = isinstance(error, AssertionError)
-        # Without pytest's own explanation
-        text = str(error).partition("\nassert ")[0] if is_ours else told(error)
+        error, text = call.excinfo.value, told(call.excinfo.value)
+        if isinstance(error, AssertionError) and call.excinfo.traceback[-1].path == item.path:
+            text = str(error).partition("\nassert ")[0]  # without pytest's own explanation
         first = item.config.stash.setdefault(FAULTS, {}).setdefault(text, item.name)
         report.longrepr, report.sections = text, []
         if call.when == "setup" and first != item.name:
