@@ -1,5 +1,7 @@
 """What the tests share: the tiny model, its data, runs to compare with, and ways to start a run."""
 
+import ast
+import dataclasses
 import functools
 import json
 import multiprocessing
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,6 +75,7 @@ def make_data(folder: Path, eot: bool = True, seed: int = 0) -> Path:
     text = b"".join(words[i] for i in rng.integers(0, 50, 9000))
     tokens = np.concatenate(([256], np.frombuffer(text, dtype=np.uint8))).astype(np.uint16)
     tokens[::97] = 256 if eot else 32
+    tokens[40::97] = ord("=")  # what follows is an answer (docs/edits/loss-on-answers-alone.diff)
     parts = {
         "a_train_0.bin": tokens[:11111],
         "a_train_1.bin": tokens[11111:29000],
@@ -392,6 +396,103 @@ def measured(folder, name: str, flags: str, code: int = 0) -> dict:
     assert report["machine"]["torch"] == torch.__version__
     assert report["benchmark"] == name and name in report["command"]
     return report
+
+
+# --------------------------------------------------------------------------------------------------
+# test_train.py after an edit
+
+
+def pytest_addoption(parser) -> None:
+    text = "flags with which test_train.py trains, such as those of your edit"
+    parser.addoption("--flags", default="", metavar="'NAME=VALUE ...'", help=text)
+
+
+def pytest_configure(config) -> None:
+    os.environ["TEST_TRAIN_FLAGS"] = config.option.flags  # for the ranks, too
+    try:
+        edit_flags()
+    except UserError as error:
+        raise pytest.UsageError(f"--flags: {error}") from None
+
+
+def edit_flags() -> dict:
+    """The flags that --flags names, as n_head=4 or --n_head=4."""
+    words = os.environ.get("TEST_TRAIN_FLAGS", "").split()
+    flags = parsed(" ".join("--" + word.lstrip("-") for word in words))
+    make_config(**flags)  # checks their values
+    return flags
+
+
+def told(error: BaseException) -> str:
+    """An error in a few lines: what it says, and where in our files it came from."""
+    lines = str(error).strip()[:400].splitlines()[:5]
+    said = [f"{type(error).__name__}: {lines[0] if lines else ''}", *lines[1:]]
+    frames = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT):
+            frames.append(f"  {path.relative_to(ROOT)}:{frame.lineno} {frame.name}: {frame.line}")
+    return "\n".join(said + frames[-6:])
+
+
+FAULTS = pytest.StashKey[dict[str, str]]()  # what test_train.py has said -> of which test
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Failures of test_train.py are their messages, each once; --tb=long shows all."""
+    report = yield
+    if report.failed and item.path.name == "test_train.py" and item.config.option.tbstyle == "auto":
+        error, text = call.excinfo.value, told(call.excinfo.value)
+        if isinstance(error, AssertionError) and call.excinfo.traceback[-1].path == item.path:
+            text = str(error).partition("\nassert ")[0]  # without pytest's own explanation
+        first = item.config.stash.setdefault(FAULTS, {}).setdefault(text, item.name)
+        report.longrepr, report.sections = text, []
+        if call.when == "setup" and first != item.name:
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), 0, f"Skipped: waits for {first}")
+    return report
+
+
+def fields_of_config(source: str) -> dict[str, str]:
+    """The fields of train_gpt.py's Config in its source: name -> declaration."""
+    classes = {node.name: node for node in ast.parse(source).body if hasattr(node, "bases")}
+    fields = [node for node in classes["Config"].body if isinstance(node, ast.AnnAssign)]
+    return {field.target.id: ast.unparse(field) for field in fields}
+
+
+def untried_fields() -> list[str]:
+    """Fields of Config that the last commit lacks, with their defaults in test_train.py."""
+    from test_train import FLAGS
+
+    try:
+        command = ["git", "show", "HEAD:./train_gpt.py"]
+        committed = subprocess.check_output(command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True)
+    except (OSError, subprocess.CalledProcessError):  # there is no git, or no commit
+        return []
+    theirs, cfg = fields_of_config(committed), make_config(**FLAGS)
+    ours = fields_of_config((ROOT / "train_gpt.py").read_text())
+    defaults = {field.name: field.default for field in dataclasses.fields(cfg)}
+    edited = [name for name in ours if ours[name] != theirs.get(name)]
+    return [name for name in edited if getattr(cfg, name) == defaults[name]]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # after pytest's own summary
+def pytest_sessionfinish(session):
+    """The last line says which flags of an edit have not been tried."""
+    result, config = (yield), session.config
+    is_meant = any("test_train" in arg for arg in config.args)
+    if is_meant and not hasattr(config, "workerinput") and not config.option.collectonly:
+        names = untried_fields()
+        values = " ".join(f"{name}=..." for name in names)
+        if names:
+            said = f'not tried: {", ".join(names)}, at the default here; add --flags "{values}"'
+            config.get_terminal_writer().line(said)
+    return result
+
+
+# --------------------------------------------------------------------------------------------------
+# The whole suite
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own

@@ -2,7 +2,8 @@
 
 Each test is an invariant of the trainer, tried on train_gpt.py and model.py as they are now, with a
 small model. The message of one that fails says what an edit like that usually did, and what to do.
-Ranks start this file as well.
+--flags "n_kv_head=1 dropout=0.1" switches on what an edit has behind flags. Ranks start this file
+as well.
 """
 
 import copy
@@ -12,7 +13,6 @@ import math
 import re
 import shutil
 import sys
-import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,13 +32,14 @@ from conftest import (
     built,
     compile_with,
     compiler_works,
+    edit_flags,
     final,
     rows,
     run_ranks,
     seed_all,
     some_batch,
+    told,
 )
-from data.stream import TokenStream
 from export import traced
 from inference.decode import next_logits
 from inference.generation import KVCache
@@ -47,9 +48,8 @@ from model import GPT, GPTConfig, get_spec
 from ops.parallel import to_full
 from runtime.checkpoint import load_weights
 from runtime.device import faster_dtype
-from runtime.ranks import DistContext
-from runtime.run import open_stream
-from train_gpt import get_batch, make_config, train
+from runtime.run import Run, open_stream
+from train_gpt import make_config, train
 
 FLAGS = TINY | dict(
     ngram=3,
@@ -60,6 +60,7 @@ FLAGS = TINY | dict(
     grad_clip=0.3,
     eval_tokens="all",
 )
+FLAGS |= edit_flags()
 EOT = 256
 
 
@@ -179,8 +180,8 @@ def prepare_for_ranks(patch: pytest.MonkeyPatch, in_eval_mode: bool) -> None:
         init_weights(model, *args)
         add_noise(model)
 
-    def some_targets(stream, dist_ctx, step: int):
-        batch = batch_of(stream, dist_ctx, step)
+    def some_targets(stream, dist_ctx, step: int, *rest, **named):
+        batch = batch_of(stream, dist_ctx, step, *rest, **named)
         batch[:, 1:][(batch[:, 1:] >= ord("a")) & (batch[:, 1:] < ord("h"))] = -1
         # From the third step on, the last 8 of 16 sequences, the second rank's, are of one token,
         # another one in each step
@@ -210,35 +211,39 @@ def worker(folder: Path, in_eval_mode: bool) -> None:
         whole, resumed = folder / parallel, folder / f"{parallel}-resumed"
         flags = RANKS | dict(parallel=parallel, save_every=3, keep="all")
         model = run(whole, folder / "data", **flags)
-        weights = [to_full(p.detach()) for p in model.parameters()]
-        torch.save(weights, f"{folder / parallel}{dist.get_rank()}.pt")
+        left = [to_full(p.detach()) for p in model.parameters()], plain_attributes(model)
+        torch.save(left, f"{folder / parallel}{dist.get_rank()}.pt")
         if dist.get_rank() == 0:
             shutil.copytree(whole, resumed)
             (resumed / "ckpt_5.pt").unlink()
         dist.barrier()
         run(resumed, folder / "data", **flags, resume="newest")
-    exit_process(0)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(data, tmp_path_factory) -> Path:
+def two_ranks(data, tmp_path_factory, it_trains) -> Path:
     """The folder of what the two ranks left behind."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "data").symlink_to(data)
     mode = "eval" if draws() else "train"
     run_ranks(folder, __file__, folder, mode, timeout=120)
-    is_stuck = "Timed out waiting" in ends_of_stderr(folder)
+    said = ends_of_stderr(folder)
+    is_stuck = re.search("Timed out waiting|timeout after|collective mismatch", said)
     assert not is_stuck, (
-        "two ranks wait for each other: they went different ways, as by `if` on random numbers or "
-        "on this rank's tokens or loss; let all decide by one value: sum_over_ranks, or a draw "
-        "from a generator seeded with GPT.step_seed"
+        "two ranks wait for each other, or get what was not meant for them: they went different "
+        "ways, as by `if` on random numbers or on this rank's tokens or loss; let all decide by "
+        "one value: sum_over_ranks, or a draw from a generator seeded with GPT.step_seed\n"
+        f"{said}"
     )
     return folder
 
 
 def ends_of_stderr(folder: Path) -> str:
-    """What the ranks printed last on standard error."""
-    return "\n".join(path.read_text()[-1500:] for path in sorted(folder.glob("stderr*")))
+    """What each rank printed last on standard error."""
+    said = []
+    for rank, path in enumerate(sorted(folder.glob("stderr*"))):
+        said += [f"rank {rank}:", *path.read_text()[-1500:].splitlines()[-11:]]
+    return "\n".join(said)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -254,8 +259,11 @@ def first_fault() -> str:
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with torch.no_grad():
             first, second = model(idx), model(idx)
-    except Exception:
-        return f"a step or an evaluation fails:\n{traceback.format_exc()}"
+    except Exception as error:
+        hint = ""
+        if "sparse" in str(error).lower():
+            hint = "on one CPU rank p.grad of the n-grams is sparse; change grad_values(p)\n"
+        return f"a step or an evaluation fails: {hint}{told(error)}"
     found = difference(first, second, "the logits")
     found = found or difference(dict(model.named_buffers()), before)
     if found:
@@ -266,10 +274,16 @@ def first_fault() -> str:
     return ""
 
 
-@pytest.fixture(autouse=True)
-def after_the_first_test(request):
-    if first_fault() and request.node.name != "test_it_trains_and_evaluates":
+@pytest.fixture(scope="module")
+def it_trains() -> None:
+    if first_fault():
         pytest.skip("waits for test_it_trains_and_evaluates")
+
+
+@pytest.fixture(autouse=True)
+def after_the_first_test(request) -> None:
+    if request.node.name != "test_it_trains_and_evaluates":
+        request.getfixturevalue("it_trains")
 
 
 def test_it_trains_and_evaluates():
@@ -320,11 +334,22 @@ def test_noise_cannot_be_learned():
         generator = torch.Generator().manual_seed(step)
         batch = torch.randint(0, n_tokens, (16, 33), generator=generator)
         losses.append(train_gpt.train_step(state, batch, 0.5)[0].item())
-    # A new model gives all tokens the same probability, the best for random ones
-    last = sum(losses[-10:]) / 10
-    assert last > 0.97 * losses[0], (
-        f"the training loss on random tokens falls from {losses[0]:.2f} to {last:.2f}: what it is "
+    # Equal probabilities for all tokens are the best for random ones
+    last, best = sum(losses[-10:]) / 10, min(losses[0], math.log(n_tokens))
+    assert last > 0.97 * best, (
+        f"the training loss on random tokens falls to {last:.2f}, below {best:.2f}: what it is "
         "computed from has seen the targets"
+    )
+
+
+@torch.no_grad()
+def test_a_new_model_is_undecided():
+    model, batch = built(**FLAGS).raw_model.eval(), some_batch()
+    loss, best = model(batch[:, :-1], batch[:, 1:]).item(), math.log(model.cfg.vocab_size)
+    assert loss < 1.2 * best, (
+        f"a new model's loss is {loss:.2f} on random tokens, and {best:.2f} with equal "
+        "probabilities: its logits start too large; see the row in PARAM_TABLE of what makes them "
+        "(for tied embeddings, wte's: init=normal(0.02), lr_mul=1)"
     )
 
 
@@ -363,6 +388,8 @@ def test_parameters_are_trained():
 def test_what_is_learned(monkeypatch):
     state, n_steps = built(**FLAGS | dict(max_steps=12)), 12
     model, forward = state.raw_model, GPT.forward
+    if not all(p.requires_grad for p in model.parameters()):
+        add_noise(model)  # fine-tuning: what is frozen has been trained
     n_tokens = model.cfg.vocab_size
     # Each token is followed by the next one on a circle of all tokens
     circle = torch.randperm(n_tokens, generator=torch.Generator().manual_seed(0))
@@ -423,7 +450,11 @@ def test_what_is_learned(monkeypatch):
     )
 
 
-def test_initial_values():
+def test_initial_values(monkeypatch):
+    # The last layer starts as an induction head, which it is not if there are more
+    attention = type(built(**FLAGS).raw_model.blocks[-1].attn)
+    monkeypatch.setattr(attention, "init_as_induction_head", lambda self: None, raising=False)
+
     def drawn(**flags) -> dict[str, Tensor]:
         """What rows of PARAM_TABLE draw, up to a scale, which may depend on the depth."""
         found = {}
@@ -433,12 +464,8 @@ def test_initial_values():
         return found
 
     ours, deeper, other = drawn(), drawn(n_layer=4), drawn(seed=1)
-    # The last layer starts as an induction head, which it is not if there are more
-    ours_last = f"blocks.{make_config(**FLAGS).n_layer - 1}.attn.qkv.weight"
     moved = []
     for name, p in ours.items():
-        if name == ours_last:
-            continue
         if p.shape == deeper[name].shape and relative(p, deeper[name]) > 1e-4:
             moved.append(name)
     assert not moved, (
@@ -493,8 +520,9 @@ def test_cached_decoding(flags):
         found = difference(logits, whole[:, end - 1 : end], "the logits", 1e-3)
         assert not found, (
             f"with a KV cache, {found} at position {end - 1}: what looks at other tokens or at "
-            "positions must use previous_token() or GPT.backbone's `position`; otherwise the model "
-            "is sampled without a cache, which is slower"
+            "positions must use previous_token() or GPT.backbone's `position`, and attention do "
+            "the same where there is a ctx.kv_cache; otherwise the model is sampled without a "
+            "cache, which is slower"
         )
         first = end
 
@@ -665,8 +693,12 @@ def test_a_step_reports_the_mean(monkeypatch):
 
     monkeypatch.setattr(GPT, "forward", counted)
     batch = masked_batch()
-    batch[2:5, 7] = EOT
+    batch[2:4, 7] = EOT
     loss = one_step(batch, micro_batch=4)["the loss"].item()
+    assert math.isfinite(loss), (
+        f"train_step's loss is {loss} if a micro-batch has no targets: a mean over them divides by "
+        "zero; take their sum / n.clamp(min=1)"
+    )
     mean = sum(loss * n for loss, n in seen) / sum(n for _, n in seen)
     assert abs(loss - mean) < 1e-5 * mean, (
         f"train_step's loss is {loss / mean:.4f} of the mean over the targets that GPT.forward "
@@ -735,13 +767,15 @@ def test_compiled():
 
     # Kernels in fp32, where a difference shows; the graph alone in the dtype of this machine
     chosen = faster_dtype("auto", torch.device("cpu"), TINY["n_embd"])
+    if bf16_fault():
+        chosen = "fp32"
     found = ""
     try:
         for case, rtol in {("inductor", "fp32"): 1e-4, ("aot_eager", chosen): 0.1}.items():
             ours, theirs = (functools.partial(step, compiled, *case) for compiled in (True, False))
             found = found or compare(ours, theirs, rtol=rtol)
     except Exception as error:
-        found = f"training fails ({type(error).__name__}: {str(error).strip()[:400]})"
+        found = f"training fails:\n{told(error)}\n"
     assert not found, (
         f"under --compile, {found}: each block and the loss are one graph, so keep `if` on "
         "tensors, .item(), bool indices and Python's side effects out of them; all else trains "
@@ -749,7 +783,28 @@ def test_compiled():
     )
 
 
+@functools.cache
+def bf16_fault() -> str:
+    """What keeps the edited page from a step with activations in bf16, without a compiler."""
+    try:
+        one_step(some_batch(), dtype="bf16")
+    except Exception as error:
+        return told(error)
+    return ""
+
+
+def test_a_step_in_bf16():
+    assert not bf16_fault(), (
+        "a step with --dtype bf16 fails, in which activations are bf16 and weights fp32: use "
+        "model.Linear instead of nn.Linear, or cast one of them, x @ w.to(x.dtype) or "
+        f"layer(x.to(w.dtype))\n{bf16_fault()}"
+    )
+
+
 def test_bf16():
+    if bf16_fault():
+        pytest.skip("waits for test_a_step_in_bf16")
+
     def losses(dtype: str) -> Tensor:
         state = built(**FLAGS | dict(dtype=dtype))
         return torch.stack([train_gpt.train_step(state, some_batch(), 0.5)[0] for _ in range(6)])
@@ -761,13 +816,28 @@ def test_bf16():
     )
 
 
-def test_batches(data):
-    def batch(step: int, rank: int = 0, world_size: int = 1, seed: int = 0) -> Tensor:
-        stream = TokenStream(data, seq_len=32, seed=seed)
-        stream.set_batch_tokens(512)
-        return get_batch(stream, DistContext(torch.device("cpu"), rank, world_size), step)
+def test_batches(data, tmp_path, monkeypatch):
+    class Taken(Exception):
+        """What the loop calls with the number of a step, and its arguments' rank."""
 
-    assert torch.equal(batch(77), torch.cat([batch(77, rank, 4) for rank in range(4)])), (
+    def take(run: Run, get_batch):
+        raise Taken(get_batch, run.dist_ctx)
+
+    monkeypatch.setattr(Run, "prefetching", take)
+
+    @functools.cache
+    def loop_of(seed: int) -> tuple:
+        with pytest.raises(Taken) as taken:
+            run(tmp_path / str(seed), data, seed=seed)
+        return taken.value.args
+
+    def batch(step: int, rank: int = 0, world_size: int = 1, seed: int = 0) -> Tensor:
+        get_batch, dist_ctx = loop_of(seed)
+        dist_ctx.rank, dist_ctx.world_size = rank, world_size
+        return get_batch(step)
+
+    parts = torch.cat([batch(77, rank, 4) for rank in range(4)])
+    assert sorted(parts.tolist()) == sorted(batch(77).tolist()), (
         "the batches of four ranks are not the parts of one rank's: get_batch must depend on "
         "(seed, step) alone, and give a rank its part of the sequences"
     )
@@ -784,13 +854,13 @@ def test_batches(data):
 
 def remember(state, loss: Tensor) -> None:
     """What an edit might keep in state.extra."""
-    seen = state.extra.get("seen", dict(sum=0, steps=[]))
-    steps = [*seen["steps"], state.step]
-    state.extra["seen"] = dict(sum=seen["sum"] + loss, steps=steps, note="kept")
+    kept = state.extra.get("test_train", dict(sum=0, steps=[]))
+    steps = [*kept["steps"], state.step]
+    state.extra["test_train"] = dict(sum=kept["sum"] + loss, steps=steps, note="kept")
 
 
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory) -> tuple[Path, GPT]:
+def whole(data, tmp_path_factory, it_trains) -> tuple[Path, GPT]:
     """A run of 20 steps, and its model."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     return folder, run(folder, data, remember, save_every=10, keep="all")
@@ -821,24 +891,30 @@ def plain_attributes(model: GPT) -> dict:
     return found
 
 
-def test_resuming_is_exact(data, whole, tmp_path):
-    theirs, ours = whole[0], tmp_path / "run"
+@pytest.fixture(scope="module")
+def resuming_fault(data, whole, tmp_path_factory) -> str:
+    """What differs after a kill and --resume; "" if nothing does."""
+    theirs, ours = whole[0], tmp_path_factory.mktemp("resumed") / "run"
     shutil.copytree(theirs, ours)
     (ours / "ckpt_20.pt").unlink()
     model = run(ours, data, remember, save_every=10, keep="all", resume="newest")
     attributes, expected = plain_attributes(model), plain_attributes(whole[1])
     apart = [name for name in expected if attributes.get(name) != expected[name]]
-    assert not apart, (
-        f"after a kill and --resume, {apart[0]} is {attributes.get(apart[0])}, and "
-        f"{expected[apart[0]]} without them: a checkpoint does not hold attributes; use a "
-        "persistent buffer or state.extra"
-    )
+    if apart:
+        return (
+            f"{apart[0]} is {attributes.get(apart[0])}, and {expected[apart[0]]} without them: a "
+            "checkpoint does not hold attributes; use a persistent buffer or state.extra"
+        )
     found = difference(record(ours), record(theirs), rtol=0)
-    assert not found, (
-        f"after a kill and --resume, {found}: keep what later steps need in parameters, persistent "
-        "buffers, tensors of the optimizer's state[p] or state.extra, and draw from the global "
-        "generators, which each step seeds"
+    return found and (
+        f"{found}: keep what later steps need in parameters, persistent buffers, tensors of the "
+        "optimizer's state[p] or state.extra, and draw from the global generators, which each step "
+        "seeds"
     )
+
+
+def test_resuming_is_exact(resuming_fault):
+    assert not resuming_fault, f"after a kill and --resume, {resuming_fault}"
 
 
 def test_watching_disturbs_nothing(data, whole, tmp_path):
@@ -883,19 +959,19 @@ def test_the_log_is_true(data, tmp_path, monkeypatch):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_train_as_one_process(parallel, two_ranks, data, tmp_path, monkeypatch):
     prepare_for_ranks(monkeypatch, in_eval_mode=draws())
-    run(tmp_path / "one", data, **RANKS)
+    attributes = plain_attributes(run(tmp_path / "one", data, **RANKS))
     said = ends_of_stderr(two_ranks)
-    weights = [two_ranks / f"{parallel}{rank}.pt" for rank in range(2)]
+    left = [two_ranks / f"{parallel}{rank}.pt" for rank in range(2)]
     likely = {
         "ddp": "where a rank may skip a layer or an expert, pass find_unused_parameters=True to "
         "apply_ddp in train_gpt.py's build",
         "fsdp": "outside of its block's forward, a weight is a shard (to_full gathers it), and "
         "one without dimensions cannot be sharded",
     }
-    assert all(path.exists() for path in weights), (
+    assert all(path.exists() for path in left), (
         f"two ranks fail with --parallel {parallel}: {likely[parallel]}; else see\n{said}"
     )
-    assert all(map(torch.equal, *map(torch.load, weights))), (
+    assert ranks_agree(two_ranks, parallel), (
         f"with --parallel {parallel}, two ranks end with different weights: what changes weights "
         "or gradients, or decides on an update (this rank's loss), must be the same on all ranks; "
         "average it by sum_over_ranks, or draw it from a generator seeded with GPT.step_seed"
@@ -911,13 +987,34 @@ def test_two_ranks_train_as_one_process(parallel, two_ranks, data, tmp_path, mon
         cause = "evaluate must weight each batch by its number of targets"
     elif not difference(*firsts):
         cause = "the first loss and gradient agree, so it is the update that differs"
+    # Attributes that steps change
+    theirs, before = torch.load(left[0])[1], plain_attributes(built(**FLAGS).raw_model)
+    for name, value in attributes.items():
+        if before.get(name) != value != theirs.get(name):
+            cause = (
+                f"{name} is {theirs.get(name)} there and {value} here: the steps on dummy data "
+                "that two ranks begin with change attributes, too; use a buffer, or GPT.step_seed"
+            )
     if found and draws(in_eval_mode=True):
         pytest.skip(f"{found}; but train_step draws random numbers, other ones on each rank")
     assert not found, f"with two ranks and --parallel {parallel}, {found} from one process: {cause}"
 
 
+def ranks_agree(folder: Path, parallel: str) -> bool:
+    """Whether both ranks have ended, with the same weights."""
+    paths = [folder / f"{parallel}{rank}.pt" for rank in range(2)]
+    if not all(path.exists() for path in paths):
+        return False
+    ours, theirs = (torch.load(path)[0] for path in paths)
+    return all(map(torch.equal, ours, theirs))
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_resume(parallel, two_ranks):
+def test_two_ranks_resume(parallel, two_ranks, resuming_fault):
+    if resuming_fault:
+        pytest.skip("waits for test_resuming_is_exact")
+    if not ranks_agree(two_ranks, parallel):
+        pytest.skip("waits for test_two_ranks_train_as_one_process")
     whole, resumed = two_ranks / parallel, two_ranks / f"{parallel}-resumed"
     said = ends_of_stderr(two_ranks)
     assert (resumed / "ckpt_5.pt").exists(), f"two ranks cannot resume; see\n{said}"
@@ -930,4 +1027,9 @@ def test_two_ranks_resume(parallel, two_ranks):
 
 
 if __name__ == "__main__":
-    worker(Path(sys.argv[1]), in_eval_mode=sys.argv[2] == "eval")
+    try:
+        worker(Path(sys.argv[1]), in_eval_mode=sys.argv[2] == "eval")
+    except Exception as error:
+        print(told(error), file=sys.stderr)
+        exit_process(1)
+    exit_process(0)

@@ -70,7 +70,8 @@ def trains_eagerly(x: Tensor) -> bool:
 class CpuRMSNorm(torch.autograd.Function):
     """Normalize x (..., D) by its RMS; backward takes half the passes of PyTorch's own.
 
-    It needs the output and a scale per row, in x's dtype.
+    It is LayerNorm's for a mean of 0, which computes in fp32, and what that one subtracts: the mean
+    of the gradient.
     """
 
     @staticmethod
@@ -78,17 +79,20 @@ class CpuRMSNorm(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         mean_square = norm.square_().div_(x.size(-1))
-        scale = mean_square.add_(torch.finfo(wide).eps).rsqrt_().to(x.dtype)
-        y = x * scale
-        ctx.save_for_backward(y, scale)
-        return y
+        scale = mean_square.add_(torch.finfo(wide).eps).rsqrt_()
+        ctx.save_for_backward(x, scale)
+        return x * scale.to(x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        y, scale = ctx.saved_tensors
-        projection = (grad * y).mean(-1, keepdim=True)
-        return torch.addcmul(grad, y, projection, value=-1).mul_(scale)
+        x, scale = ctx.saved_tensors
+        zero, gain = torch.zeros_like(scale), scale.new_ones(x.size(-1))
+        centered, _, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, gain.shape, zero, scale, gain, None, [True, False, False]
+        )
+        mean = grad.mean(-1, keepdim=True, dtype=scale.dtype)
+        return centered.add_((mean * scale).to(x.dtype))
 
 
 class CpuLeakyReLUSquared(torch.autograd.Function):

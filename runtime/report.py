@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import re
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 
 from common.values import nan_to_none
 from data.shards import recorded_hashes
+from model import get_spec
 from ops.recompute import activation_budget
 from runtime.device import device_summary
 
@@ -28,7 +30,14 @@ def describe_run(run: Run) -> list[str]:
     cfg, model = state.cfg, state.raw_model
     meta = stream.meta
     n_ranks = state.dist_ctx.world_size
-    n_params = sum(p.numel() for p in model.parameters())
+    n_params, n_trained, without_row = 0, 0, set()
+    for name, param in model.named_parameters():
+        n_params += param.numel()
+        n_trained += param.numel() * param.requires_grad
+        if not get_spec(name, param).pattern:
+            without_row.add(re.sub(r"\d+", "N", name))  # once for all layers
+    optimizer = state.optimizer
+    kinds = {group.get("kind", type(optimizer).__name__) for group in optimizer.param_groups}
     grad_accum_steps = cfg.batch_tokens // cfg.seq_len // n_ranks // state.micro_batch
     epochs = cfg.batch_tokens * cfg.max_steps / (stream.seqs_per_epoch * cfg.seq_len)
     assumed = " (assumed: there is no meta.json)" if meta.get("assumed") else ""
@@ -45,10 +54,13 @@ def describe_run(run: Run) -> list[str]:
         f"tokenizer {meta['tokenizer']}{assumed}, "
         f"evaluation on {stream.num_eval_seqs(cfg.eval_tokens) * cfg.seq_len:,} tokens",
         f"model: n_layer {cfg.n_layer}, n_embd {cfg.n_embd}, n_head {cfg.n_head}, "
-        f"{n_params:,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP per token, "
+        f"{model.flops_per_token() / 1e6:,.1f} MFLOP per token, "
         f"ngram {cfg.ngram}, ngram_dropout {cfg.ngram_dropout:.2g}",
-        f"optimizer: {cfg.optimizer}, muon_lr {cfg.muon_lr:.4g}, adam_lr {cfg.adam_lr:.4g}, "
-        f"weight_decay {cfg.weight_decay:g}, embed_decay {cfg.embed_decay:.2g}",
+        f"parameters: {n_params:,}, {n_trained:,} trained; "
+        f"without a row in PARAM_TABLE: {', '.join(sorted(without_row)) or 'none'}",
+        f"optimizer: {', '.join(sorted(kinds))}, muon_lr {cfg.muon_lr:.4g}, "
+        f"adam_lr {cfg.adam_lr:.4g}, weight_decay {cfg.weight_decay:g}, "
+        f"embed_decay {cfg.embed_decay:.2g}",
         f"batch: {cfg.batch_tokens:,} tokens = {n_ranks} ranks x "
         f"{grad_accum_steps} grad_accum_steps x {state.micro_batch} micro_batch x "
         f"{cfg.seq_len} seq_len; "

@@ -5,6 +5,9 @@ And what test_train.py says of wrong edits.
 
 import inspect
 import math
+import shutil
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -14,7 +17,7 @@ from torch import nn
 import model as model_module
 import test_train
 import train_gpt
-from conftest import TINY, assert_same_run, final, rows, tiny_run
+from conftest import ROOT, TINY, assert_same_run, final, rows, tiny_run
 from model import GPT, GPTConfig, ParamSpec
 from train_gpt import make_config, train
 
@@ -142,11 +145,32 @@ WRONG = {
         (train_gpt, "train_step", "scale(micro_loss)", "scale(micro_loss / len(xs))"),
         ("test_micro_batches", "weight each micro-batch"),
     ),
+    "a head with the values of the embedding": (
+        (GPT, "token_loss", "self.head(x)", "x @ self.wte.weight.T"),
+        ("test_a_new_model_is_undecided", "its logits start too large"),
+    ),
+    "the mean of no targets": (
+        (
+            GPT,
+            "forward",
+            "return self.loss(x, targets)",
+            "return self.loss(x, targets) + 0 * targets[targets >= 0].float().mean()",
+        ),
+        ("test_a_step_reports_the_mean", "divides by zero"),
+    ),
+    "weights in fp32": (
+        (model_module.MLP, "forward", "self.fc(x)", "torch.mm(x[0], self.fc.weight.T)[None]"),
+        ("test_a_step_in_bf16", "use model.Linear instead of nn.Linear"),
+    ),
+    "the same part for all ranks": (
+        (train_gpt, "get_batch", "dist_ctx.rank, ", "0, "),
+        ("test_batches", "not the parts of one rank's"),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_edit_is_found(name, data, monkeypatch):
+def test_a_wrong_edit_is_found(name, data, tmp_path, monkeypatch):
     (owner, function_name, old, new), (test_name, words) = WRONG[name]
     function, edited = getattr(owner, function_name), {}
     source = textwrap.dedent(inspect.getsource(function))
@@ -154,8 +178,34 @@ def test_a_wrong_edit_is_found(name, data, monkeypatch):
     exec(source.replace(old, new), inspect.unwrap(function).__globals__, edited)
     monkeypatch.setattr(owner, function_name, edited[function_name])
     test_train.draws.cache_clear()
+    test_train.bf16_fault.cache_clear()
     test = getattr(test_train, test_name)
-    given = dict(data=data, monkeypatch=monkeypatch, micro_batch=4)
+    given = dict(data=data, tmp_path=tmp_path, monkeypatch=monkeypatch, micro_batch=4)
     with pytest.raises(AssertionError, match=words):
         test(**{key: given[key] for key in inspect.signature(test).parameters})
     test_train.draws.cache_clear()
+    test_train.bf16_fault.cache_clear()
+
+
+def test_flags_of_an_edit_are_tried(tmp_path):
+    """In a repository of its own; the last line names fields that are not."""
+    repo = tmp_path / "repo"
+    ignored = shutil.ignore_patterns(".git", "__pycache__", "records", "runs", "*.bin")
+    shutil.copytree(ROOT, repo, ignore=ignored)
+
+    def output(*command) -> str:
+        done = subprocess.run(command, cwd=repo, capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    author = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    output("git", "init", "-q")
+    output("git", "add", ".")
+    output("git", *author, "commit", "-qm", "before the edit")
+    output("git", "apply", "docs/edits/flag.diff")
+    tests = "-m pytest -q test_train.py -k reach_the_model".split()
+    said = output(sys.executable, *tests).splitlines()
+    assert "1 passed" in said[-2] and said[-1].startswith("not tried: min_lr_frac, ")
+    said = output(sys.executable, *tests, "--flags", "min_lr_frac=0.1").splitlines()
+    assert "1 passed" in said[-1]
+    said = output(sys.executable, *tests, "--flags", "min_lr=0.1")
+    assert "unknown flag --min_lr=0.1; " in said

@@ -29,7 +29,7 @@ ARROWS = {  # package -> the packages of ours that it may import, and those of o
     "ops": (("ops", "common"), {"torch", "numpy"}),
     "model": (("ops", "common"), {"torch"}),
     "inference": (("inference", "model", "ops", "data", "common"), {"torch", "numpy"}),
-    "runtime": (("runtime", "data", "ops", "common"), {"torch", "numpy", "wandb"}),
+    "runtime": (("runtime", "model", "data", "ops", "common"), {"torch", "numpy", "wandb"}),
     "train_gpt": (BELOW_THE_PAGE, {"torch", "numpy"}),
     **dict.fromkeys(COMMANDS, ((*COMMANDS, "train_gpt", *BELOW_THE_PAGE), None)),
 }

@@ -380,6 +380,19 @@ def test_eager_functions_are_pytorchs(ours, plain):
     assert_exact(ours, plain, [x], grad, torch.float32, 1e-6)
 
 
+def test_a_gradient_along_the_output_of_the_norm_is_right_in_bf16():
+    """Against float64: what is left of it is small, and rounding before would spoil that."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(2, 512, 128, generator=generator)
+    x = noise[0].bfloat16().requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    y = F.rms_norm(exact, (128,), eps=2**-23)
+    grad = (2 * y.detach() + 0.1 * noise[1]).bfloat16()
+    (ours,) = torch.autograd.grad(CpuRMSNorm.apply(x), x, grad)
+    (expected,) = torch.autograd.grad(y, exact, grad.double())
+    assert relative(ours, expected) < 0.01  # F.rms_norm: 0.002
+
+
 def test_top_k_and_top_p_draw_from_the_likeliest():
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = p.log().roll(1).repeat(4000, 1)  # the likeliest is not the first

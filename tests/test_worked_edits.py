@@ -19,7 +19,6 @@ import torch
 
 from common.values import derive_seed
 from conftest import ROOT, TINY, make_data, rows, run_ranks
-from data.shards import write_shard
 from test_train import difference
 from tests import edit_cases as plain
 from tests.edit_cases import Case, Plain, pages
@@ -317,14 +316,10 @@ def figures(run) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A folder with data that have answers, and a run of the unedited page."""
+    """A folder with data, and a run of the unedited page."""
     folder = tmp_path_factory.mktemp("edits")
     make_data(folder / "data")
     make_data(folder / "other", seed=1)
-    for path in (folder / "data").glob("*.bin"):
-        tokens = np.fromfile(path, dtype="<u2", offset=1024)
-        tokens[np.flatnonzero(tokens == EOT)[:-1] + 40] = EQUALS
-        write_shard(path, tokens)
     with pages(ROOT) as ours:
         trained(ours, folder / "base", data=str(folder / "data"))
     return folder
