@@ -308,6 +308,8 @@ def test_ngram_dropout_and_decay_by_epochs():
     assert decays == pytest.approx([0, 1, 1.5, 1.5])
     for flags in (dict(init_from="runs/x"), dict(optimizer="adamw")):
         assert chosen(5, "embed_decay", **flags) == 0
+    assert [chosen(n, "patience") for n in (1, 5, 9, 11, 40)] == [0, 0, 0, 5, 5]
+    assert chosen(40, "patience", patience=0) == 0
 
 
 def test_params_choose_sizes_that_flags_may_change():
@@ -364,7 +366,7 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     for flags, chosen in (
         ({}, (None, 3, None)),
         (dict(eval_every=150, patience=0), (None, 0, 150)),
-        (dict(max_steps=9), (9, 0, 150)),
+        (dict(max_steps=9), (9, None, 150)),
     ):
         cfg = make_config(**base | flags)
         assert (cfg.max_steps, cfg.patience, cfg.eval_every) == chosen
