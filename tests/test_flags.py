@@ -439,6 +439,9 @@ def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
     source = make_config(n_layer=3, n_embd=64, softcap=20.0, batch_tokens=8192)
     kept = keep_flags(make_config(init_from="x"), start_of(source, is_resume=False))
     assert (kept.n_layer, kept.n_embd, kept.softcap, kept.batch_tokens) == (3, 64, 20.0, None)
+    # A context that was not given may be shortened to that of a small dataset
+    stream.seq_len = 128
+    assert "seq_len" not in kept.given and resolved(kept, stream).seq_len == 128
     kept = keep_flags(make_config(init_from="x", preset="mini"), start_of(source, is_resume=False))
     assert kept.n_layer == 6
 
