@@ -400,6 +400,11 @@ def test_minutes_on_a_small_dataset_end_after_some_epochs(vocab_size, epochs, ng
         cfg = resolved(make_config(**given, minutes=5.0), stream)
         assert cfg.max_steps * cfg.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
         assert (cfg.ngram, cfg.weight_decay) == (ngram, 0.05)
+    # A context is that of a small dataset; a large evaluation comes seldom
+    assert cfg.eval_every == 150
+    stream.seq_len, stream.num_eval_seqs = 512, lambda eval_tokens: eval_tokens // 512
+    cfg = resolved(make_config(**given, minutes=5.0), stream)
+    assert cfg.seq_len == 512 and cfg.eval_every * cfg.batch_tokens >= 8 * 2**18
     assert resolved(make_config(minutes=5.0, doc_align=True), stream).short_frac == 0.0
     # A small table has no room for n-grams of 4 byte pairs. auto: ten evaluations
     small = resolved(make_config(ngram_rows=65536, max_steps=19, eval_every=None), stream)
@@ -439,9 +444,7 @@ def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
     source = make_config(n_layer=3, n_embd=64, softcap=20.0, batch_tokens=8192)
     kept = keep_flags(make_config(init_from="x"), start_of(source, is_resume=False))
     assert (kept.n_layer, kept.n_embd, kept.softcap, kept.batch_tokens) == (3, 64, 20.0, None)
-    # A context that was not given may be shortened to that of a small dataset
-    stream.seq_len = 128
-    assert "seq_len" not in kept.given and resolved(kept, stream).seq_len == 128
+    assert "seq_len" not in kept.given  # the context may be shortened
     kept = keep_flags(make_config(init_from="x", preset="mini"), start_of(source, is_resume=False))
     assert kept.n_layer == 6
 
@@ -563,6 +566,9 @@ def test_a_peak_is_of_the_device_by_that_name(monkeypatch):
         "RTX A1000": None,
         "GeForce RTX 3090 Ti": None,
         "GeForce RTX 4090": 165e12,
+        "GeForce RTX 4080 SUPER": 104e12,
+        "GeForce RTX 4070 Ti SUPER": None,
+        "GH200 480GB": 989e12,
         "GeForce RTX 4090 Laptop GPU": None,
     }
     for name, peak in peaks.items():
