@@ -174,7 +174,8 @@ class Config:
     max_minutes: float = flag(0.0, "pause after N minutes, to --resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
     patience: int = flag(
-        0, "stop after N evaluations without a lower loss, after the first epoch; 0 disables"
+        None,
+        "stop after N evaluations without a lower loss, after the first epoch; auto: by epochs",
     )
     short_frac: float = flag(0.0, "fraction of steps, the first, on sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
@@ -622,7 +623,7 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
     """Train until there is a reason to stop; returns it, for example "max_steps"."""
     state, stream = run.state, run.stream
     cfg, dist_ctx = state.cfg, state.dist_ctx
-    loss, grad_norm = torch.zeros(()), 0.0  # of the previous step
+    grad_norm = 0.0  # of the previous step
     # A thread reads the batches of the next steps ahead; next_batch() takes them in order
     with run.prefetching(lambda step: get_batch(stream, dist_ctx, step)) as next_batch:
         while True:
@@ -632,9 +633,9 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
             # Such as "signal" or "max_steps" (runtime/progress.py); "" to go on
             stop = reason_to_stop(status, run)
 
-            # Once in a while: log the previous step
+            # Once in a while: log the previous step, and the mean loss since the last line
             if step > run.first_step and (stop or is_due(cfg.log_every, step) or step == 1):
-                run.log.step(state, loss, grad_norm)
+                run.log.step(run, grad_norm)
 
             # Once in a while: save a checkpoint. A run may be killed in the evaluation below
             if stop or status.is_save_due:
@@ -644,8 +645,9 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
             if stop in ("signal", "diverged"):
                 break
 
-            # Once in a while: evaluate, unless a resumed run did so at this step
-            if (stop or is_due(cfg.eval_every, step)) and step != run.log.last_eval_step:
+            # Once in a while, and before fine-tuning: evaluate, unless a resumed run did so here
+            is_eval_due = is_due(cfg.eval_every, step) or (step == 0 and cfg.init_from)
+            if (stop or is_eval_due) and step != run.log.last_eval_step:
                 with run.clock.timing_evaluation():
                     losses = evaluate(state, stream, run.any_rank_is_asked_to_stop)
                 if losses is None:
@@ -669,7 +671,8 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
             # A single training step
             with run.clock.timing_step():
                 loss, grad_norm = train_step(state, next_batch(), status.progress)
-            run.after_step(state.step, grad_norm)  # counts bad gradients, deletes old checkpoints
+            # Counts bad gradients, keeps the loss for the log, deletes old checkpoints
+            run.after_step(state.step, loss, grad_norm)
             if on_step:
                 on_step(state, loss)
 

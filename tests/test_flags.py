@@ -54,6 +54,10 @@ CPU = DistContext()
         ("--n_layer 3.5", "invalid integer value: '3.5'"),
         ("--preset laptpo", "--preset is 'laptpo'; expected one of .*; did you mean laptop"),
         ("--block_size 64", "unknown flag --block_size; use --seq_len"),
+        ("config/train_gpt2.py", "unknown flag config/.*; there are no configuration files"),
+        ("--device gpu", "expected one of auto, .*; use cuda"),
+        ("--compile=True", "expected one of off, .*; give the flag without a value"),
+        ("--init_from gpt2-xl", "no run or checkpoint gpt2-xl; .* --preset gpt2-small"),
         ("--muon_lr nan", "--muon_lr is nan; expected auto, a finite number"),
         ("--log_every 0", "--log_every is 0; expected a finite number of at least 1"),
         (
@@ -80,7 +84,7 @@ CPU = DistContext()
             "--seq_len=8192 --batch_tokens=8192 --micro_batch=1",
             "has 4333 tokens, too few .* use more data or a smaller --seq_len",
         ),
-        ("--data /nowhere", "/nowhere.*python data/prepare.py"),
+        ("--data /nowhere", "/nowhere.*python data/prepare.py .* such as data/shakespeare"),
         (f"--out_dir {__file__}", "test_flags.py cannot be read or written .* a different path"),
         pytest.param(
             "--device cuda",
@@ -101,6 +105,7 @@ def test_mistakes_end_with_a_sentence(flags, sentence, data, tmp_path, capsys):
 
 def test_from_python_values_are_checked_too():
     assert make_config(muon_lr=1).muon_lr == 1.0
+    assert make_config(max_steps=np.int64(3), adam_lr=np.float32(0.5)).max_steps == 3
     for flags, said in (
         (dict(n_layer="2"), "expected int"),
         (dict(wandb=1), "expected bool"),
@@ -109,7 +114,7 @@ def test_from_python_values_are_checked_too():
         (dict(compile="defualt"), "no-cudagraphs; did you mean default"),
     ):
         assert said in refusal(make_config, **flags)
-    assert not OTHER_NAMES.keys() & {f.name for f in dataclasses.fields(Config)}
+    assert OTHER_NAMES.keys() & {f.name for f in dataclasses.fields(Config)} == {"out_dir"}
 
 
 def test_a_compiler_that_does_not_work_is_told(data, tmp_path):
@@ -274,6 +279,8 @@ def test_ngram_dropout_and_decay_by_epochs():
     assert decays == pytest.approx([0, 1, 1.5])
     for flags in (dict(init_from="runs/x"), dict(optimizer="adamw")):
         assert chosen(5, "embed_decay", **flags) == 0
+    assert [chosen(n, "patience") for n in (1, 5, 9, 11, 40)] == [0, 0, 0, 5, 5]
+    assert chosen(40, "patience", patience=0) == 0
 
 
 def test_params_choose_sizes_that_flags_may_change():
@@ -322,6 +329,13 @@ def test_minutes_choose_the_size_whose_expected_loss_is_lowest():
 
 def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     base = dict(preset="laptop", init_from="run", seq_len=512)
+    for flags, chosen in (
+        ({}, (None, 3, None)),
+        (dict(eval_every=150, patience=0), (None, 0, 150)),
+        (dict(max_steps=9), (9, None, 150)),
+    ):
+        cfg = make_config(**base | flags)
+        assert (cfg.max_steps, cfg.patience, cfg.eval_every) == chosen
 
     def choose(n_tokens: int, world_size: int = 1, **flags) -> tuple[int, int]:
         cfg = make_config(**base | flags)
@@ -352,6 +366,12 @@ def test_minutes_on_a_small_dataset_end_after_some_epochs(vocab_size, epochs, ng
         cfg = resolved(make_config(**given, minutes=5.0), stream)
         assert cfg.max_steps * cfg.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
         assert (cfg.ngram, cfg.weight_decay) == (ngram, 0.05)
+    # A context is that of a small dataset; a large evaluation comes seldom
+    assert cfg.eval_every == 150
+    stream.seq_len, stream.num_eval_seqs = 512, lambda eval_tokens: eval_tokens // 512
+    cfg = resolved(make_config(**given, minutes=5.0), stream)
+    assert cfg.seq_len == 512 and cfg.eval_every * cfg.batch_tokens >= 8 * 2**18
+    assert resolved(make_config(minutes=5.0, doc_align=True), stream).short_frac == 0.0
     # A small table has no room for n-grams of 4 byte pairs. auto: ten evaluations
     small = resolved(make_config(ngram_rows=65536, max_steps=19, eval_every=None), stream)
     assert (small.ngram, small.eval_every) == (6 if vocab_size == 257 else 3, 2)
@@ -383,7 +403,11 @@ def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
     said = "--optimizer adamw is for new runs; ckpt_1.pt has muon"
     assert said in refusal(keep_flags, make_config(optimizer="adamw"), start_of(saved))
     # New weights take the model's shape, unless a preset gives another one
-    kept = keep_flags(make_config(init_from="x", preset="mini"), start_of(saved, is_resume=False))
+    source = make_config(n_layer=3, n_embd=64, softcap=20.0, batch_tokens=8192)
+    kept = keep_flags(make_config(init_from="x"), start_of(source, is_resume=False))
+    assert (kept.n_layer, kept.n_embd, kept.softcap, kept.batch_tokens) == (3, 64, 20.0, None)
+    assert "seq_len" not in kept.given  # the context may be shortened
+    kept = keep_flags(make_config(init_from="x", preset="mini"), start_of(source, is_resume=False))
     assert kept.n_layer == 6
 
 
@@ -483,6 +507,22 @@ def test_micro_batch_is_what_fits(monkeypatch):
     assert "one sequence does not fit into this GPU's memory" in refusal(choose, 0)
     # Compiled, twice as many are tried once more
     assert choose(100, compile="default") == (8, "none") and tried[2:] == [64, 32, 16, 8, 16]
+
+
+def test_a_peak_is_of_the_device_by_that_name(monkeypatch):
+    peaks = {
+        "H100 80GB HBM3": 989e12,
+        "H200": 989e12,
+        "A10-4Q": None,
+        "RTX A1000": None,
+        "GeForce RTX 4090": 165e12,
+        "GeForce RTX 4080 SUPER": 104e12,
+        "GH200 480GB": 989e12,
+        "GeForce RTX 4090 Laptop GPU": None,
+    }
+    for name, peak in peaks.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: f"NVIDIA {name}")
+        assert peak_flops(torch.device("cuda"), "bf16") == peak, name
 
 
 # --------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ from runtime import progress as progress_module
 from runtime import run as run_module
 from runtime.checkpoint import list_checkpoints, read_checkpoint
 from runtime.log import SECTION
-from runtime.progress import MAX_BAD_STEPS, Status, reason_to_stop, time_progress
+from runtime.progress import MAX_BAD_STEPS, Status, reason_to_stop, time_left, time_progress
 from runtime.resume import newest_valid
 from runtime.run import SIGNALS, catch_signals
 from runtime.run_folder import SOURCE_FILES, locked_folder
@@ -94,7 +94,8 @@ def spoil(monkeypatch, at, factor=math.nan, rank=None) -> None:
 def test_what_a_run_leaves_behind(data, tmp_path):
     folder = tmp_path / "run"
     flags = dict(data=data, max_steps=9, log_every=3, eval_every=6, target_val_loss=5.5, profile=2)
-    summary = tiny_run(folder, **flags)
+    losses = []
+    summary = tiny_run(folder, **flags, on_step=lambda state, loss: losses.append(loss.item()))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     first, _, last, evaluation = lines
     assert [row["step"] for row in lines] == [1, 3, 6, 6]
@@ -103,6 +104,7 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     assert set(first) == clocks | figures and first["mfu"] is None
     assert set(evaluation) == clocks | {"val_loss", "val_bpb"}
     assert last["tokens"] == 6 * 512
+    assert last["train_loss"] == pytest.approx(np.mean(losses[3:]))  # since the previous row
     assert 0 < first["train_time_s"] < last["train_time_s"] < last["wall_time_s"]
     assert summary == json.loads((folder / "summary.json").read_text())
     assert summary["stopped_by"] == "target_val_loss" and summary["target_reached"]["step"] == 6
@@ -126,6 +128,7 @@ def test_what_a_run_leaves_behind(data, tmp_path):
         assert summary[key] == again[key]
     assert [(folder / name).read_bytes() for name in ("summary.json", "metrics.jsonl")] == before
     assert read_log(folder).count("\nsources: ") == 2 and (folder / "source_6/model.py").exists()
+    assert read_log(folder).count("the run was complete: nothing was left to train") == 1
 
 
 def test_wandb_gets_the_rows(data, tmp_path, monkeypatch):
@@ -141,6 +144,10 @@ def test_wandb_gets_the_rows(data, tmp_path, monkeypatch):
     first, second = (call.kwargs["id"] for call in wandb.init.call_args_list)
     said = "--wandb has failed (the service is gone); the run continues without it"
     assert first == second and read_log(tmp_path).count(said) == 1
+    assert read_log(tmp_path).count("learning rates, which had fallen, rise again") == 1
+    del wandb.init  # as with a broken package
+    said = refusal(tiny_run, tmp_path / "b", **flags)
+    assert re.fullmatch("--wandb could not start .* WANDB_MODE=offline", said)
 
 
 def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path):
@@ -181,7 +188,7 @@ def test_progress_of_minutes():
 
 
 def test_the_strongest_reason_ends_a_run():
-    rows = [dict(val_loss=loss, tokens=2000) for loss in (2.0, 1.0, 1.5)]
+    rows = [dict(val_loss=loss, tokens=2000, step=250) for loss in (2.0, 1.0, 1.5)]
     stream = SimpleNamespace(seqs_per_batch=10, seqs_per_epoch=100, vocab_size=256)
     stream.train = SimpleNamespace(n_tokens=1000)
 
@@ -194,6 +201,7 @@ def test_the_strongest_reason_ends_a_run():
     ends, minutes = dict(target_val_loss=1.2, patience=1), dict(minutes=1.0, step=600)
     assert why(target_val_loss=0.9, patience=2) == why(patience=1, losses=2) == ""
     assert why(patience=1) == "patience" and why(**ends) == "target_val_loss"
+    assert why(patience=1, short_frac=0.9) == ""  # 270 steps have short sequences
     assert why(1, **ends) == "max_steps" and why(1, minutes=1.0, step=59) == "minutes"
     assert why(1, **minutes) == "epochs" and why(flags=(0, 1), **minutes) == "max_minutes"
     assert why(flags=(0, 1), bad_steps=MAX_BAD_STEPS) == "diverged"
@@ -202,6 +210,23 @@ def test_the_strongest_reason_ends_a_run():
     assert why(flags=(1, 1), step=40) == "" and why(1, flags=(1, 1), step=40) == "max_steps"
     rows[2]["tokens"] = 1000
     assert why(patience=1) == ""  # in the first epoch
+
+
+def test_the_time_left_ends_with_the_epochs_of_minutes():
+    clock = SimpleNamespace(typical_step_s=1.0, last_eval_s=3.0, wall_time=10.0)
+    stream = SimpleNamespace(num_eval_seqs=lambda _: 1, seqs_per_batch=10, seqs_per_epoch=100)
+    stream.vocab_size, stream.train = 256, SimpleNamespace(n_tokens=1000)
+
+    def left(**cfg) -> float:
+        state = SimpleNamespace(step=20, cfg=make_config(**cfg))
+        return time_left(SimpleNamespace(state=state, clock=clock, stream=stream))
+
+    # Six epochs are 60 steps, of which 18 have whole sequences
+    assert left(minutes=9.0) == pytest.approx(40 + 0.7 * 18 + 3)
+    assert left(minutes=0.5) == 20
+    flags = dict(max_steps=100, eval_every=30)
+    assert left(short_frac=0.1, **flags) == 80 + 3 * 3
+    assert left(short_frac=0.15, **flags) == pytest.approx(1.7 * 80 + 3 * 3)  # the switch is near
 
 
 @pytest.fixture
@@ -246,6 +271,15 @@ def test_minutes_follow_the_clock_also_over_a_resume(clock, data, tmp_path):
     rates = rows(folder, "lr")
     assert rates[:12] == [0.02] * 12 and 0.001 <= rates[-1] < 0.003
     assert max(np.diff(rates)) < 0.001 > min(np.diff(rates))
+
+
+def test_max_minutes_leave_the_schedule_alone(clock, data, undisturbed, tmp_path):
+    assert tiny_run(tmp_path / "run", data=data, max_minutes=0.1)["step"] == 6
+    assert tiny_run(tmp_path / "run", data=data, max_minutes=0.1, resume="newest")["step"] == 12
+    tiny_run(tmp_path / "run", data=data, max_minutes=0, resume="newest")
+    assert_undisturbed(tmp_path / "run", undisturbed)
+    # Seven steps are left, and an evaluation, which is estimated to take 1.6 s
+    assert re.search("step 13/20 .* < 0:00:08", read_log(tmp_path / "run"))
 
 
 def test_trials_end_with_the_first_that_does_not(capsys):
@@ -444,25 +478,29 @@ def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, mon
 
 
 def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path, monkeypatch):
-    losses = iter([3.0, 2.0, 2.1, 2.2, 2.0, 1.0])
+    losses = iter([4.0, 3.0, 2.0, 2.1, 2.2, 2.0, 2.0, 2.01, 1.0])
     monkeypatch.setattr(train_gpt, "evaluate", lambda *_: (next(losses), math.nan))
     folder = tmp_path / "run"
     flags = TINY | dict(data=data, init_from=noisy, out_dir=folder, preset="laptop", eval_every=14)
     del flags["max_steps"]
-    # 29,000 tokens are an epoch, of 57 steps, in which it does not end
+    # 29,000 tokens are an epoch, of 57 steps, whose evaluations do not count
     summary = train(make_config(**flags))
-    assert (summary["step"], summary["stopped_by"]) == (70, "patience")
-    assert list_checkpoints(folder)[0].name == "ckpt_70.pt"
+    assert (summary["step"], summary["stopped_by"]) == (98, "patience")
+    assert list_checkpoints(folder)[0].name == "ckpt_98.pt"
     assert read_checkpoint(folder / "ckpt_best.pt")["step"] == 28
+    # It has been evaluated before the first step, and says when its loss rises
+    text = read_log(folder)
+    assert "step   0/" in text and "fine-tuning: learning rates" in text
+    assert text.count("val_loss has risen from 2.0000, that of ckpt_best.pt") == 1
 
     # It stays finished, until more steps are asked for
     def resumed(**flags) -> tuple:
         again = train(make_config(out_dir=str(folder), resume="newest", **flags))
         return again["step"], again["stopped_by"]
 
-    assert resumed() == resumed(max_steps=72) == (70, "patience")
+    assert resumed() == resumed(max_steps=99) == (98, "patience")
     assert "--resume --patience 0" in read_log(folder)
-    assert resumed(max_steps=72, patience=0) == (72, "max_steps")
+    assert resumed(max_steps=99, patience=0) == (99, "max_steps")
 
 
 def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(
