@@ -27,6 +27,7 @@ from conftest import (
 )
 from runtime import auto, flag_checks, model_setup
 from runtime.auto import choose_by_epochs
+from runtime.device import peak_flops
 from runtime.flags import OTHER_NAMES, integer, kind_of
 from runtime.ranks import DistContext, join_ranks
 from runtime.resume import Start, keep_flags
