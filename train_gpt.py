@@ -622,7 +622,7 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
     """Train until there is a reason to stop; returns it, for example "max_steps"."""
     state, stream = run.state, run.stream
     cfg, dist_ctx = state.cfg, state.dist_ctx
-    loss, grad_norm = torch.zeros(()), 0.0  # of the previous step
+    grad_norm = 0.0  # of the previous step
     # A thread reads the batches of the next steps ahead; next_batch() takes them in order
     with run.prefetching(lambda step: get_batch(stream, dist_ctx, step)) as next_batch:
         while True:
@@ -632,9 +632,9 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
             # Such as "signal" or "max_steps" (runtime/progress.py); "" to go on
             stop = reason_to_stop(status, run)
 
-            # Once in a while: log the previous step
+            # Once in a while: log the previous step, and the mean loss since the last line
             if step > run.first_step and (stop or is_due(cfg.log_every, step) or step == 1):
-                run.log.step(state, loss, grad_norm)
+                run.log.step(run, grad_norm)
 
             # Once in a while: save a checkpoint. A run may be killed in the evaluation below
             if stop or status.is_save_due:
@@ -669,7 +669,8 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
             # A single training step
             with run.clock.timing_step():
                 loss, grad_norm = train_step(state, next_batch(), status.progress)
-            run.after_step(state.step, grad_norm)  # counts bad gradients, deletes old checkpoints
+            # Counts bad gradients, keeps the loss for the log, deletes old checkpoints
+            run.after_step(state.step, loss, grad_norm)
             if on_step:
                 on_step(state, loss)
 

@@ -13,13 +13,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import torch
 from torch import Tensor
 
 from common.errors import UserError, print_line
 from common.files import atomic_write, fsync, sha256_of_file
 from common.values import nan_to_none
 from runtime.device import peak_flops, peak_memory_mb
-from runtime.progress import Clock
+from runtime.progress import Clock, time_left
 from runtime.ranks import DistContext, mean_over_ranks, run_on_rank0
 from runtime.run_folder import copy_sources, have_changed, run_sources
 
@@ -53,6 +54,7 @@ class Log:
         self.metrics: TextIO | None = None
         self.wandb: Any = None
         self.early_lines: list[str] = []  # for log.txt, from before it is open
+        self.losses: list[Tensor] = []  # of the steps since the previous logged one
         # At the previous logged step
         self.logged_tokens = 0
         self.logged_train_time = 0.0
@@ -173,9 +175,11 @@ class Log:
         else:
             self.early_lines.append(text)
 
-    def step(self, state: TrainState, loss: Tensor, grad_norm: float) -> None:
-        """Log a training step, with the mean over ranks of its loss."""
-        train_loss = mean_over_ranks(dict(loss=loss))["loss"]
+    def step(self, run: Run, grad_norm: float) -> None:
+        """Log a training step, with the mean loss, over ranks, of the steps since the last line."""
+        state = run.state
+        train_loss = mean_over_ranks(dict(loss=torch.stack(self.losses).mean()))["loss"]
+        self.losses.clear()
 
         # The learning rate of Muon's group, or of the first
         groups = state.optimizer.param_groups
@@ -192,10 +196,7 @@ class Log:
         memory = peak_memory_mb(self.dist_ctx.device)
 
         # Time so far and still to go
-        left_s = self.clock.typical_step_s * (state.cfg.max_steps - state.step)
-        if state.cfg.minutes:
-            left_s = 60 * state.cfg.minutes - self.clock.wall_time
-        eta = f"{as_time(self.clock.wall_time)} < {as_time(left_s)}"
+        eta = f"{as_time(self.clock.wall_time)} < {as_time(time_left(run))}"
 
         mfu_text = f"mfu {mfu:.1%} | " if math.isfinite(mfu) else ""
         line = (

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -38,8 +40,7 @@ class Clock:
         self.earlier_wall_time = 0.0  # of the starts before a resume
         self.train_time = 0.0  # training steps of all starts
         self.data_wait_s = 0.0  # waiting for data in this start, which is part of train_time
-        self.last_step_s = 0.0
-        self.typical_step_s = 0.0
+        self.newest_steps_s: deque[float] = deque(maxlen=20)
         self.last_eval_s = 0.0
 
     @property
@@ -52,6 +53,11 @@ class Clock:
         """Seconds of all starts of the run."""
         return self.earlier_wall_time + self.process_time
 
+    @property
+    def typical_step_s(self) -> float:
+        """The median of the newest steps: one that compiles or stalls does not count."""
+        return median(self.newest_steps_s or [0.0])
+
     @contextlib.contextmanager
     def timing_step(self) -> Iterator[None]:
         """Context of a training step, until the device has finished it."""
@@ -61,9 +67,7 @@ class Clock:
             torch.accelerator.synchronize()
         took = time.perf_counter() - began
         self.train_time += took
-        # The faster of the two newest: a step that compiles or stalls does not count
-        self.typical_step_s = min(self.last_step_s or took, took)
-        self.last_step_s = took
+        self.newest_steps_s.append(took)
 
     @contextlib.contextmanager
     def timing_evaluation(self) -> Iterator[None]:
@@ -94,7 +98,7 @@ class Clock:
     def load_state(self, state: dict[str, float]) -> None:
         self.train_time = state["train_time"]
         self.earlier_wall_time = state["wall_time"]
-        self.typical_step_s = state["typical_step_s"]
+        self.newest_steps_s.append(state["typical_step_s"])
         self.last_eval_s = state["last_eval_s"]
 
 
@@ -167,11 +171,8 @@ def is_out_of_patience(run: Run) -> bool:
 
 def time_progress(run: Run) -> float:
     """Return the fraction of --minutes that is done, final evaluation included."""
-    cfg, stream, clock = run.state.cfg, run.stream, run.clock
-    # The final evaluation takes 0.4 of the time of training on its tokens
-    eval_size = stream.num_eval_seqs(cfg.eval_tokens) / stream.seqs_per_batch
-    eval_s = clock.last_eval_s or 0.4 * eval_size * clock.typical_step_s
-    left_s = 60 * cfg.minutes - RESERVED_S - eval_s - clock.wall_time
+    cfg, clock = run.state.cfg, run.clock
+    left_s = 60 * cfg.minutes - RESERVED_S - evaluation_time(run) - clock.wall_time
     if left_s < clock.typical_step_s:
         return 1.0
     # No step is cut: the run ends with the last one that fits
@@ -187,8 +188,35 @@ def time_progress(run: Run) -> float:
     return done if done <= short_frac else short_frac + (done - short_frac) / LONG_STEP
 
 
+def evaluation_time(run: Run) -> float:
+    """Return the seconds of an evaluation: 0.4 of those of training on its tokens, until known."""
+    cfg, stream, clock = run.state.cfg, run.stream, run.clock
+    eval_size = stream.num_eval_seqs(cfg.eval_tokens) / stream.seqs_per_batch
+    return clock.last_eval_s or 0.4 * eval_size * clock.typical_step_s
+
+
 def fraction_of_epochs(run: Run) -> float:
     """Return epochs so far, divided by those after which --minutes stops: more would overfit."""
     stream = run.stream
     epochs = run.state.step * stream.seqs_per_batch / stream.seqs_per_epoch
     return epochs / max_epochs(run.state.cfg, stream.train.n_tokens, stream.vocab_size)
+
+
+# --------------------------------------------------------------------------------------------------
+# The time left
+
+
+def time_left(run: Run) -> float:
+    """Estimate the seconds to the end of a run, evaluations included."""
+    cfg, clock, step = run.state.cfg, run.clock, run.state.step
+    n_steps: float = cfg.max_steps
+    if cfg.minutes:
+        n_steps = step / max(1e-9, fraction_of_epochs(run))
+    steps_left = n_steps - step
+    n_evaluations = 1.0
+    if cfg.eval_every != "end":
+        n_evaluations += steps_left // cfg.eval_every
+    if step < cfg.short_frac * n_steps:  # the steps with whole sequences will take longer
+        steps_left += (LONG_STEP - 1) * (1 - cfg.short_frac) * n_steps
+    seconds = steps_left * clock.typical_step_s + n_evaluations * evaluation_time(run)
+    return min(seconds, 60 * cfg.minutes - clock.wall_time) if cfg.minutes else seconds

@@ -137,11 +137,12 @@ class Run:
         with contextlib.closing(batches), profiling(self) as self.profiler:
             yield lambda: self.clock.wait_for(batches)
 
-    def after_step(self, step: int, grad_norm: float) -> None:
+    def after_step(self, step: int, loss: Tensor, grad_norm: float) -> None:
         """Count the steps in a row that were skipped because of their gradient; profile.
 
-        After a good step, old checkpoints are deleted.
+        After a good step, old checkpoints are deleted. loss: what train_step returned, for the log.
         """
+        self.log.losses.append(loss)
         if self.profiler:
             self.profiler.step()
         if 0 < grad_norm < math.inf:

@@ -54,7 +54,7 @@ from runtime import progress as progress_module
 from runtime import run as run_module
 from runtime.checkpoint import list_checkpoints, read_checkpoint
 from runtime.log import SECTION
-from runtime.progress import MAX_BAD_STEPS, Status, reason_to_stop, time_progress
+from runtime.progress import MAX_BAD_STEPS, Status, reason_to_stop, time_left, time_progress
 from runtime.resume import newest_valid
 from runtime.run import SIGNALS, catch_signals
 from runtime.run_folder import SOURCE_FILES, locked_folder
@@ -95,7 +95,8 @@ def spoil(monkeypatch, at, factor=math.nan, rank=None) -> None:
 def test_what_a_run_leaves_behind(data, tmp_path):
     folder = tmp_path / "run"
     flags = dict(data=data, max_steps=9, log_every=3, eval_every=6, target_val_loss=5.5, profile=2)
-    summary = tiny_run(folder, **flags)
+    losses = []
+    summary = tiny_run(folder, **flags, on_step=lambda state, loss: losses.append(loss.item()))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     first, _, last, evaluation = lines
     assert [row["step"] for row in lines] == [1, 3, 6, 6]
@@ -104,6 +105,7 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     assert set(first) == clocks | figures and first["mfu"] is None
     assert set(evaluation) == clocks | {"val_loss", "val_bpb"}
     assert last["tokens"] == 6 * 512
+    assert last["train_loss"] == pytest.approx(np.mean(losses[3:]))  # since the previous row
     assert 0 < first["train_time_s"] < last["train_time_s"] < last["wall_time_s"]
     assert summary == json.loads((folder / "summary.json").read_text())
     assert summary["stopped_by"] == "target_val_loss" and summary["target_reached"]["step"] == 6
@@ -203,6 +205,22 @@ def test_the_strongest_reason_ends_a_run():
     assert why(flags=(1, 1), step=40) == "" and why(1, flags=(1, 1), step=40) == "max_steps"
     rows[2]["tokens"] = 1000
     assert why(patience=1) == ""  # in the first epoch
+
+
+def test_the_time_left_ends_with_the_epochs_of_minutes():
+    clock = SimpleNamespace(typical_step_s=1.0, last_eval_s=3.0, wall_time=10.0)
+    stream = SimpleNamespace(num_eval_seqs=lambda _: 1, seqs_per_batch=10, seqs_per_epoch=100)
+    stream.vocab_size, stream.train = 256, SimpleNamespace(n_tokens=1000)
+
+    def left(**cfg) -> float:
+        state = SimpleNamespace(step=20, cfg=make_config(**cfg))
+        return time_left(SimpleNamespace(state=state, clock=clock, stream=stream))
+
+    # Six epochs are 60 steps, of which 18 have whole sequences
+    assert left(minutes=9.0) == pytest.approx(40 + 0.7 * 18 + 3)
+    assert left(minutes=0.5) == 20
+    flags = dict(max_steps=100, short_frac=0.1, eval_every=30)
+    assert left(**flags) == 80 + 3 * 3
 
 
 @pytest.fixture
