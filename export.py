@@ -1,7 +1,6 @@
 """Export a run's model:
 `python export.py [RUN] --to safetensors|int8|torch-export|onnx|hf --out FILE`."""
 
-import argparse
 import contextlib
 import io
 import json
@@ -36,6 +35,7 @@ from runtime.checkpoint import (
     with_eval_weights,
 )
 from runtime.device import DTYPES
+from runtime.flags import Parser
 from sample import RUN_HELP, find_file
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def export(path: Path, kind: str, out: Path, dtype: str = "fp32") -> None:
 
 def main(argv: list[str]) -> None:
     """Run the export that the command line describes."""
-    parser = argparse.ArgumentParser(prog="export.py", description=__doc__, allow_abbrev=False)
+    parser = Parser("export.py", description=__doc__)
     add = parser.add_argument
     add("run", nargs="?", default="", metavar="RUN", help=RUN_HELP)
     add("--to", required=True, choices=FORMATS, help="output format; graphs are in fp32")
@@ -255,7 +255,7 @@ def main(argv: list[str]) -> None:
     )
     add("--dtype", default="fp32", choices=DTYPES, help="of the weights, for safetensors")
     add("--best", action="store_true", help="use the best evaluation's weights, not the newest")
-    args = parser.parse_args(argv)
+    args = parser.read(argv)
     export(find_file(args.run, args.best), args.to, Path(args.out), args.dtype)
 
 

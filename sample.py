@@ -43,6 +43,7 @@ from runtime.checkpoint import (
 )
 from runtime.device import DTYPES, faster_dtype, select_device
 from runtime.flag_checks import check_compiler
+from runtime.flags import Parser
 
 RUN_HELP = "folder of a run, or a checkpoint file; default: the newest run of runs/"
 
@@ -96,13 +97,12 @@ def load(
     return freeze(model), tokenizer
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Make the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "sample.py",
         usage="sample.py [RUN] [options]",
         description=__doc__,
-        allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -305,7 +305,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str]) -> int:
     """Run the command line, and return the exit code."""
-    args = make_parser().parse_args(argv)
+    args = make_parser().read(argv)
     try:
         check_arguments(args)
         run(args)

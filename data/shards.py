@@ -71,7 +71,10 @@ def shard_paths(folder: Path, split: str) -> list[Path]:
         found = f"there is no folder {folder}"
         if folder.is_dir():
             found = f"{folder} has no shards *{split}*.bin"
-        raise UserError(f"{found}; expected a folder that `python data/prepare.py SOURCE` made")
+        raise UserError(
+            f"{found}; expected a folder that `python data/prepare.py SOURCE` made, such as "
+            "data/shakespeare"
+        )
     return shards
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
+import numpy as np
+
 from common.errors import UserError
 from common.values import boolean, integer
 from runtime.sizes import flags_for_size
@@ -33,7 +35,7 @@ HEADINGS = {
 # Type of a flag -> how its text is read
 READERS: dict[type, Callable] = {int: integer, float: float, bool: boolean, str: str}
 
-# Names in nanoGPT and elsewhere, and what there is here
+# Names and values in nanoGPT and elsewhere, and what there is here
 OTHER_NAMES = {
     "block_size": "use --seq_len",
     "max_iters": "use --max_steps",
@@ -51,6 +53,23 @@ OTHER_NAMES = {
     "log_interval": "use --log_every",
     "epochs": "use --max_steps; the log says how many epochs that is",
     "wandb_log": "use --wandb",
+    "wandb_project": "set the variable WANDB_PROJECT",
+    "wandb_run_name": "set the variable WANDB_NAME",
+    "decay_lr": "use --cooldown_frac 0 for a constant rate",
+    "always_save_checkpoint": "use --save_every; the best weights are always saved",
+    "eval_only": "use sample.py RUN --perplexity FILE",
+    "bias": "there are none",
+    "start": "use --prompt",
+    "out_dir": "give the run's folder without a flag",  # to sample.py and export.py
+    "gpu": "use cuda",
+    "True": "give the flag without a value",
+    "False": "leave the flag out",
+}
+# What nanoGPT's --init_from takes
+NANOGPT_STARTS = {
+    "scratch": "leave it out",
+    "resume": "use --out_dir RUN --resume",
+    "gpt2": "GPT-2's weights do not fit this model, so train one with --preset gpt2-small",
 }
 
 
@@ -86,6 +105,8 @@ def kind_of(field: dataclasses.Field) -> type:
 
 def closest(name: str, names: Iterable[str]) -> str:
     """End a sentence about an unknown name."""
+    if name.endswith(".py"):
+        return "; there are no configuration files: use --preset NAME and flags"
     if name in OTHER_NAMES:
         return f"; {OTHER_NAMES[name]}"
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -113,6 +134,8 @@ def check_values(flags: dict[str, Any], config: type[Config]) -> dict[str, Any]:
         is_number = kind in (int, float)
 
         # Values from Python
+        if isinstance(value, np.generic):
+            value = value.item()
         if value is None and "auto" in words:
             value = "auto"
         if kind is float and type(value) is int:
@@ -142,8 +165,22 @@ def check_values(flags: dict[str, Any], config: type[Config]) -> dict[str, Any]:
 
 
 class Parser(argparse.ArgumentParser):
+    """A parser of whole names, whose errors are UserErrors that know other names of a flag."""
+
+    def __init__(self, prog: str, **options: Any):
+        super().__init__(prog, allow_abbrev=False, **options)
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists the flags")
+
+    def read(self, argv: list[str]) -> argparse.Namespace:
+        """Read a command line. Raises UserError."""
+        flags, unknown = self.parse_known_args(argv)
+        if unknown:
+            name = unknown[0].lstrip("-").split("=")[0]
+            names = [text.lstrip("-") for text in self._option_string_actions]
+            raise UserError(f"unknown flag {unknown[0]}{closest(name, names)}")
+        return flags
 
 
 def reader(kind: type, words: tuple[str, ...]) -> Callable[[str], Any]:
@@ -164,12 +201,7 @@ def parse_flags(
     config: the dataclass whose fields they are. help_defaults: what --help shows in place of the
     fields' own. Raises UserError.
     """
-    parser = Parser(
-        prog="train_gpt.py",
-        allow_abbrev=False,
-        description=description,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = Parser("train_gpt.py", description=description, argument_default=argparse.SUPPRESS)
     fields = flags_of(config)
     group: Any = parser  # of flags before the first heading
     parser.usage = "train_gpt.py [--FLAG VALUE]..."
@@ -195,11 +227,7 @@ def parse_flags(
     short: dict[str, Any] = dict(dest="dtype", action="store_const", const="bf16")
     parser.add_argument("--bf16", **short, help="short for --dtype bf16")
 
-    flags, unknown = parser.parse_known_args(argv)
-    if unknown:
-        name = unknown[0].lstrip("-").split("=")[0]
-        raise UserError(f"unknown flag {unknown[0]}{closest(name, fields)}")
-    return vars(flags)
+    return vars(parser.read(argv))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -216,7 +244,11 @@ def implied_flags(given: dict[str, Any]) -> dict[str, Any]:
             "--minutes ends the run by the clock, so that --max_steps cannot be given; remove one "
             "of them"
         )
-    if given.get("resume") not in (None, "", "auto") and given.get("init_from"):
+    source = given.get("init_from", "")
+    if source.partition("-")[0] in NANOGPT_STARTS and not Path(source).exists():
+        hint = NANOGPT_STARTS[source.partition("-")[0]]
+        raise UserError(f"there is no run or checkpoint {source}; {hint}")
+    if given.get("resume") not in (None, "", "auto") and source:
         raise UserError("--resume and --init_from contradict each other; give one of them")
     implied: dict[str, Any] = {}
     if given.get("params"):

@@ -54,6 +54,10 @@ CPU = DistContext()
         ("--n_layer 3.5", "invalid integer value: '3.5'"),
         ("--preset laptpo", "--preset is 'laptpo'; expected one of .*; did you mean laptop"),
         ("--block_size 64", "unknown flag --block_size; use --seq_len"),
+        ("config/train_gpt2.py", "unknown flag config/.*; there are no configuration files"),
+        ("--device gpu", "expected one of auto, .*; use cuda"),
+        ("--compile=True", "expected one of off, .*; give the flag without a value"),
+        ("--init_from gpt2-xl", "no run or checkpoint gpt2-xl; .* --preset gpt2-small"),
         ("--muon_lr nan", "--muon_lr is nan; expected auto, a finite number"),
         ("--log_every 0", "--log_every is 0; expected a finite number of at least 1"),
         (
@@ -80,7 +84,7 @@ CPU = DistContext()
             "--seq_len=8192 --batch_tokens=8192 --micro_batch=1",
             "has 4333 tokens, too few .* use more data or a smaller --seq_len",
         ),
-        ("--data /nowhere", "/nowhere.*python data/prepare.py"),
+        ("--data /nowhere", "/nowhere.*python data/prepare.py .* such as data/shakespeare"),
         (f"--out_dir {__file__}", "test_flags.py cannot be read or written .* a different path"),
         pytest.param(
             "--device cuda",
@@ -101,6 +105,7 @@ def test_mistakes_end_with_a_sentence(flags, sentence, data, tmp_path, capsys):
 
 def test_from_python_values_are_checked_too():
     assert make_config(muon_lr=1).muon_lr == 1.0
+    assert make_config(max_steps=np.int64(3), adam_lr=np.float32(0.5)).max_steps == 3
     for flags, said in (
         (dict(n_layer="2"), "expected int"),
         (dict(wandb=1), "expected bool"),
@@ -109,7 +114,7 @@ def test_from_python_values_are_checked_too():
         (dict(compile="defualt"), "no-cudagraphs; did you mean default"),
     ):
         assert said in refusal(make_config, **flags)
-    assert not OTHER_NAMES.keys() & {f.name for f in dataclasses.fields(Config)}
+    assert OTHER_NAMES.keys() & {f.name for f in dataclasses.fields(Config)} == {"out_dir"}
 
 
 def test_a_compiler_that_does_not_work_is_told(data, tmp_path):

@@ -151,7 +151,7 @@ def test_the_newest_run_is_sampled(plain, tmp_path, monkeypatch, run):
     assert "the newest run is runs/trials/seed_0\n" in shown.err
 
 
-def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, run, capsys):
+def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("text")
     Path("run").mkdir()
@@ -168,10 +168,13 @@ def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, run
         ("run", "--best", "there is no ckpt_best.pt in run; give"),
     ):
         assert says in run(*flags.split(), path=path, code=2).err, flags
-    for pair in ("--perplexity text --choices text", "--interactive --prompt a"):
-        with pytest.raises(SystemExit):
-            run(*pair.split())
-        assert "not allowed with argument" in capsys.readouterr().err
+    for flags, says in (
+        ("--perplexity text --choices text", "not allowed with argument"),
+        ("--interactive --prompt a", "not allowed with argument"),
+        ("--out_dir=out", "--out_dir=out; give the run's folder without a flag"),
+        ("--start a", "--start; use --prompt"),
+    ):
+        assert says in run(*flags.split(), code=2).err
 
 
 @pytest.mark.parametrize("says", ["not finite", "unknown tokenizer"])
