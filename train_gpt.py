@@ -174,7 +174,7 @@ class Config:
     max_minutes: float = flag(0.0, "pause after N minutes, to --resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
     patience: int = flag(
-        0, "stop after N evaluations without a lower loss, after the first epoch; 0 disables"
+        None, "stop after N evaluations without a lower loss, after the first epoch; 0 disables"
     )
     short_frac: float = flag(0.0, "fraction of steps, the first, on sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
@@ -644,8 +644,9 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
             if stop in ("signal", "diverged"):
                 break
 
-            # Once in a while: evaluate, unless a resumed run did so at this step
-            if (stop or is_due(cfg.eval_every, step)) and step != run.log.last_eval_step:
+            # Once in a while, and before fine-tuning: evaluate, unless a resumed run did so here
+            is_eval_due = is_due(cfg.eval_every, step) or (step == 0 and cfg.init_from)
+            if (stop or is_eval_due) and step != run.log.last_eval_step:
                 with run.clock.timing_evaluation():
                     losses = evaluate(state, stream, run.any_rank_is_asked_to_stop)
                 if losses is None:

@@ -13,12 +13,19 @@ from data.stream import TokenStream
 from runtime.device import DTYPES, faster_dtype, large_matmul_flops
 from runtime.flag_checks import has_window
 from runtime.ranks import DistContext, gather_objects
-from runtime.sizes import choose_finetuning, choose_size, tokens_are_bytes, tokens_in_time
+from runtime.sizes import (
+    choose_finetuning,
+    choose_size,
+    max_epochs,
+    tokens_are_bytes,
+    tokens_in_time,
+)
 
 if TYPE_CHECKING:
     from train_gpt import Config
 
 FEW_EPOCHS = 0.75  # in which nothing is memorized
+PATIENCE = 5  # evaluations without improvement that end a run of more than twice the usual epochs
 NGRAM_REPEATS = 0.55  # of a dataset's n-grams, at least, that occur earlier in it
 
 
@@ -114,7 +121,7 @@ def choose_sizes(cfg: Config, stream: TokenStream, dist_ctx: DistContext) -> Con
 
 
 def choose_by_epochs(cfg: Config, stream: TokenStream) -> dict[str, Any]:
-    """Choose n-grams, their dropout and the decay of embeddings, where they are automatic."""
+    """Choose n-grams, their dropout, the decay of embeddings, patience, where automatic."""
     epochs = cfg.max_steps * cfg.batch_tokens / (stream.seqs_per_epoch * cfg.seq_len)
     ngram = cfg.ngram
     if ngram is None:
@@ -137,7 +144,14 @@ def choose_by_epochs(cfg: Config, stream: TokenStream) -> dict[str, Any]:
         embed_decay = min(1.5, max(0.0, epochs - FEW_EPOCHS))
         if cfg.optimizer == "adamw" or cfg.init_from:
             embed_decay = 0.0
-    return dict(ngram=ngram, ngram_dropout=ngram_dropout, embed_decay=embed_decay)
+
+    patience = cfg.patience
+    if patience is None:
+        usual = max_epochs(cfg, stream.train.n_tokens, stream.vocab_size)
+        patience = PATIENCE if epochs > 2 * usual else 0
+    return dict(
+        ngram=ngram, ngram_dropout=ngram_dropout, embed_decay=embed_decay, patience=patience
+    )
 
 
 def dropout_for_epochs(epochs: float) -> float:

@@ -15,6 +15,7 @@ from data.shards import recorded_hashes
 from model import get_spec
 from ops.recompute import activation_budget
 from runtime.device import device_summary
+from runtime.sizes import max_epochs
 
 if TYPE_CHECKING:
     from runtime.run import Run
@@ -66,6 +67,17 @@ def describe_run(run: Run) -> list[str]:
         f"{cfg.seq_len} seq_len; "
         f"{cfg.max_steps:,} steps{' (about)' if cfg.minutes else ''}, {epochs:.2f} epochs",
     ]
+    usual = max_epochs(cfg, stream.train.n_tokens, stream.vocab_size)
+    if epochs > usual:
+        lines.append(
+            f"WARNING: in {epochs:.0f} epochs a model may memorize the dataset, and val_loss rise; "
+            f"{usual:.0f} or fewer are usual: give fewer --max_steps, or more text"
+        )
+    if cfg.init_from and state.step == 0:
+        lines.append(
+            "fine-tuning: learning rates that are not given are those of a new run of as many "
+            "steps; if val_loss rises at once, give lower ones"
+        )
     if stream.tokenizer is None:
         lines.append("no samples will be printed, because a rank has no tokenizer for this data")
     return lines
@@ -115,7 +127,10 @@ def closing_lines(run: Run, summary: dict[str, Any]) -> list[str]:
     minutes, stopped_by = run.state.cfg.minutes, summary["stopped_by"]
     folder = shlex.quote(str(run.folder))
     resume = f"python train_gpt.py --out_dir {folder} --resume"
-    lines = [
+    lines = []
+    if run.state.step == run.first_step and stopped_by in COMPLETE:
+        lines = ["the run was complete: nothing was left to train"]
+    lines += [
         f"stopped by {stopped_by} at step {summary['step']}: "
         f"train_time {summary['train_time_s']:.1f} s "
         f"({summary['data_wait_s']:.1f} s waiting for data), "

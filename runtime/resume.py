@@ -93,6 +93,10 @@ class Start:
                 printed=run.dist_ctx.rank > 0,
             )
         load_optimizer(state.raw_model, state.optimizer, saved)
+        before = saved["config"]
+        is_longer = any(getattr(state.cfg, k) > before[k] for k in ("max_steps", "minutes"))
+        if is_longer and saved["step"] > (1 - before["cooldown_frac"]) * before["max_steps"]:
+            run.log.info("the run is longer now: learning rates, which had fallen, rise again")
         if saved["scaler"]:
             state.scaler.load_state_dict(saved["scaler"])
         state.extra.update(load_extra(state.raw_model, saved["extra"]))

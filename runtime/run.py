@@ -159,6 +159,11 @@ class Run:
     def add_evaluation(self, val_loss: float, val_bpb: float) -> None:
         """Log a validation loss, and save the weights if it is the lowest so far."""
         self.log.evaluation(self.state, val_loss, val_bpb)
+        if val_loss > self.best_val_loss and self.state.tokens > self.stream.train.n_tokens:
+            self.log.info(
+                f"val_loss has risen from {self.best_val_loss:.4f}, that of ckpt_best.pt: the "
+                "model may be memorizing the dataset"
+            )
         save_best_weights(self, val_loss)
 
     def log_error(self, error: Exception) -> None:

@@ -279,6 +279,8 @@ def test_ngram_dropout_and_decay_by_epochs():
     assert decays == pytest.approx([0, 1, 1.5])
     for flags in (dict(init_from="runs/x"), dict(optimizer="adamw")):
         assert chosen(5, "embed_decay", **flags) == 0
+    assert [chosen(n, "patience") for n in (1, 5, 9, 11, 40)] == [0, 0, 0, 5, 5]
+    assert chosen(40, "patience", patience=0) == 0
 
 
 def test_params_choose_sizes_that_flags_may_change():

@@ -129,6 +129,7 @@ def test_what_a_run_leaves_behind(data, tmp_path):
         assert summary[key] == again[key]
     assert [(folder / name).read_bytes() for name in ("summary.json", "metrics.jsonl")] == before
     assert read_log(folder).count("\nsources: ") == 2 and (folder / "source_6/model.py").exists()
+    assert read_log(folder).count("the run was complete: nothing was left to train") == 1
 
 
 def test_wandb_gets_the_rows(data, tmp_path, monkeypatch):
@@ -144,6 +145,7 @@ def test_wandb_gets_the_rows(data, tmp_path, monkeypatch):
     first, second = (call.kwargs["id"] for call in wandb.init.call_args_list)
     said = "--wandb has failed (the service is gone); the run continues without it"
     assert first == second and read_log(tmp_path).count(said) == 1
+    assert read_log(tmp_path).count("learning rates, which had fallen, rise again") == 1
 
 
 def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path):
@@ -463,7 +465,7 @@ def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, mon
 
 
 def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path, monkeypatch):
-    losses = iter([3.0, 2.0, 2.1, 2.2, 2.0, 1.0])
+    losses = iter([4.0, 3.0, 2.0, 2.1, 2.2, 2.01, 1.0])
     monkeypatch.setattr(train_gpt, "evaluate", lambda *_: (next(losses), math.nan))
     folder = tmp_path / "run"
     flags = TINY | dict(data=data, init_from=noisy, out_dir=folder, preset="laptop", eval_every=14)
@@ -473,6 +475,10 @@ def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path,
     assert (summary["step"], summary["stopped_by"]) == (70, "patience")
     assert list_checkpoints(folder)[0].name == "ckpt_70.pt"
     assert read_checkpoint(folder / "ckpt_best.pt")["step"] == 28
+    # It has been evaluated before the first step, and says when its loss rises
+    text = read_log(folder)
+    assert "step   0/" in text and "fine-tuning: learning rates" in text
+    assert text.count("val_loss has risen from 2.0000, that of ckpt_best.pt") == 1
 
     # It stays finished, until more steps are asked for
     def resumed(**flags) -> tuple:
