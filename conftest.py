@@ -105,7 +105,11 @@ def stream_of(n_tokens: int, vocab_size: int) -> SimpleNamespace:
     train = SimpleNamespace(n_tokens=n_tokens)
     train.read_sequences = lambda starts, length: np.zeros((len(starts), length), np.int64)
     return SimpleNamespace(
-        train=train, vocab_size=vocab_size, eot=256, seqs_per_epoch=n_tokens // 32
+        train=train,
+        vocab_size=vocab_size,
+        seq_len=2**20,  # shortens no context
+        eot=256,
+        seqs_per_epoch=n_tokens // 32,
     )
 
 

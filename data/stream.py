@@ -10,6 +10,7 @@ stream.batch(step=0)  # int64 (16, 257): the inputs and one more target
 import functools
 import hashlib
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -176,11 +177,13 @@ class TokenStream:
         seed: int = 0,
         vocab_size: int | None = None,
         doc_align: bool = False,
+        may_shorten: bool = False,
     ):
         """Open a prepared folder.
 
         vocab_size: the model's, if it is larger than the tokenizer's.
         doc_align: start sequences at document boundaries, and drop the remainders.
+        may_shorten: where a split has fewer than seq_len tokens, make seq_len a quarter of them.
         Raises UserError if the folder differs from meta.json, or is too small for a sequence.
         """
         self.folder = Path(folder)
@@ -211,6 +214,9 @@ class TokenStream:
                 f"({min(found ^ files.keys())}); prepare the data again"
             )
         for shards in (self.train, self.val):
+            if may_shorten and 4 < shards.n_tokens <= seq_len:
+                seq_len = 2 ** int(math.log2(shards.n_tokens / 4))
+                self.seq_len = seq_len
             if shards.n_tokens <= seq_len:
                 raise UserError(
                     f"the {shards.split} split of {folder} has {shards.n_tokens} tokens, too few "

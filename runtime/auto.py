@@ -39,6 +39,7 @@ def choose_auto_values(cfg: Config, stream: TokenStream, dist_ctx: DistContext) 
     if cfg.deterministic and device.type == "cpu" and dtype == "auto":
         dtype = "fp32"  # bf16 would be chosen by timing
     cfg = replace(cfg, dtype=faster_dtype(dtype, device, cfg.n_embd))
+    cfg = replace(cfg, seq_len=min(cfg.seq_len, stream.seq_len))  # of a small dataset
     cfg = choose_sizes(cfg, stream, dist_ctx)
     if cfg.loss_chunk is None:
         vocab_size = cfg.vocab_size or stream.vocab_size

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -157,12 +157,22 @@ def losses_so_far(run: Run) -> list[float]:
 
 
 def is_out_of_patience(run: Run) -> bool:
-    """Return True if the newest evaluations have not lowered the loss, after the first epoch."""
+    """Return True if the newest evaluations have not lowered the loss, because of overfitting."""
     patience, losses = run.state.cfg.patience, losses_so_far(run)
     if not patience or len(losses) <= patience:
         return False
-    after_first_epoch = run.log.evaluations[-1]["tokens"] > run.stream.train.n_tokens
-    return after_first_epoch and min(losses[-patience:]) >= min(losses[:-patience])
+    has_risen = min(losses[-patience:]) >= min(losses[:-patience])
+    return has_risen and may_overfit(run, run.log.evaluations[-patience])
+
+
+def may_overfit(run: Run, evaluation: dict[str, Any]) -> bool:
+    """Return True after the first epoch, and after steps with short sequences.
+
+    In these, val_loss may rise for a time.
+    """
+    cfg = run.state.cfg
+    has_whole_sequences = evaluation["step"] > cfg.short_frac * cfg.max_steps
+    return has_whole_sequences and evaluation["tokens"] > run.stream.train.n_tokens
 
 
 # --------------------------------------------------------------------------------------------------

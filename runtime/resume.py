@@ -133,7 +133,9 @@ def keep_flags(cfg: Config, start: Start) -> Config:
         if {"preset", "params"} & given:
             names = set()  # the shape is given, and has to fit
     kept = {name: saved[name] for name in names - given if hasattr(cfg, name)}
-    return dataclasses.replace(cfg, **kept, given=tuple(sorted(given | kept.keys())))
+    # A new dataset may be too small for the model's context
+    given |= kept.keys() - {"seq_len"}
+    return dataclasses.replace(cfg, **kept, given=tuple(sorted(given)))
 
 
 # --------------------------------------------------------------------------------------------------

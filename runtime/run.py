@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from common.errors import RunError, SavedInterrupt, UserError, error_sentence
+from common.errors import RunError, SavedInterrupt, UserError, error_sentence, print_line
 from common.files import atomic_write
 from common.values import env_int
 from data.prepare import prepare
@@ -29,7 +29,7 @@ from runtime.checkpoint import delete_old_checkpoints, list_checkpoints, save_be
 from runtime.environment import check_caller, configure_device, restored_process_state
 from runtime.flag_checks import check_device, check_flags
 from runtime.log import Log
-from runtime.progress import Clock, losses_so_far
+from runtime.progress import Clock, losses_so_far, may_overfit
 from runtime.ranks import (
     DistContext,
     any_rank,
@@ -159,7 +159,8 @@ class Run:
     def add_evaluation(self, val_loss: float, val_bpb: float) -> None:
         """Log a validation loss, and save the weights if it is the lowest so far."""
         self.log.evaluation(self.state, val_loss, val_bpb)
-        if val_loss > self.best_val_loss and self.state.tokens > self.stream.train.n_tokens:
+        has_risen = val_loss > self.best_val_loss
+        if has_risen and may_overfit(self, self.log.evaluations[-1]):
             self.log.info(
                 f"val_loss has risen from {self.best_val_loss:.4f}, that of ckpt_best.pt: the "
                 "model may be memorizing the dataset"
@@ -234,9 +235,15 @@ def open_stream(cfg: Config, dist_ctx: DistContext, start: Start | None = None) 
             seed=cfg.seed,
             vocab_size=cfg.vocab_size,
             doc_align=cfg.doc_align,
+            may_shorten="seq_len" not in cfg.given,
         )
         if start:
             start.check_tokenizer(stream)
+    if stream.seq_len < cfg.seq_len and dist_ctx.rank == 0:
+        print_line(
+            f"WARNING: --seq_len is {stream.seq_len}, not {cfg.seq_len}, because a split of {path} "
+            "has fewer tokens"
+        )
     # For example, a node may lack meta.json, and would assume GPT-2's tokenizer
     facts = {
         f"the shards of {path} with hash": stream.fingerprint()[:12],

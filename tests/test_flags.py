@@ -390,6 +390,8 @@ def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
     said = "--optimizer adamw is for new runs; ckpt_1.pt has muon"
     assert said in refusal(keep_flags, make_config(optimizer="adamw"), start_of(saved))
     # New weights take the model's shape, unless a preset gives another one
+    kept = keep_flags(make_config(init_from="x"), start_of(saved, is_resume=False))
+    assert "seq_len" not in kept.given  # the context may be shortened
     kept = keep_flags(make_config(init_from="x", preset="mini"), start_of(saved, is_resume=False))
     assert kept.n_layer == 6
 

@@ -186,7 +186,7 @@ def test_progress_of_minutes():
 
 
 def test_the_strongest_reason_ends_a_run():
-    rows = [dict(val_loss=loss, tokens=2000) for loss in (2.0, 1.0, 1.5)]
+    rows = [dict(val_loss=loss, tokens=2000, step=250) for loss in (2.0, 1.0, 1.5)]
     stream = SimpleNamespace(seqs_per_batch=10, seqs_per_epoch=100, vocab_size=256)
     stream.train = SimpleNamespace(n_tokens=1000)
 
@@ -199,6 +199,7 @@ def test_the_strongest_reason_ends_a_run():
     ends, minutes = dict(target_val_loss=1.2, patience=1), dict(minutes=1.0, step=600)
     assert why(target_val_loss=0.9, patience=2) == why(patience=1, losses=2) == ""
     assert why(patience=1) == "patience" and why(**ends) == "target_val_loss"
+    assert why(patience=1, short_frac=0.9) == ""  # 270 steps have short sequences
     assert why(1, **ends) == "max_steps" and why(1, minutes=1.0, step=59) == "minutes"
     assert why(1, **minutes) == "epochs" and why(flags=(0, 1), **minutes) == "max_minutes"
     assert why(flags=(0, 1), bad_steps=MAX_BAD_STEPS) == "diverged"
@@ -465,15 +466,15 @@ def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, mon
 
 
 def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path, monkeypatch):
-    losses = iter([4.0, 3.0, 2.0, 2.1, 2.2, 2.01, 1.0])
+    losses = iter([4.0, 3.0, 2.0, 2.1, 2.2, 2.0, 2.0, 2.01, 1.0])
     monkeypatch.setattr(train_gpt, "evaluate", lambda *_: (next(losses), math.nan))
     folder = tmp_path / "run"
     flags = TINY | dict(data=data, init_from=noisy, out_dir=folder, preset="laptop", eval_every=14)
     del flags["max_steps"]
-    # 29,000 tokens are an epoch, of 57 steps, in which it does not end
+    # 29,000 tokens are an epoch, of 57 steps, whose evaluations do not count
     summary = train(make_config(**flags))
-    assert (summary["step"], summary["stopped_by"]) == (70, "patience")
-    assert list_checkpoints(folder)[0].name == "ckpt_70.pt"
+    assert (summary["step"], summary["stopped_by"]) == (98, "patience")
+    assert list_checkpoints(folder)[0].name == "ckpt_98.pt"
     assert read_checkpoint(folder / "ckpt_best.pt")["step"] == 28
     # It has been evaluated before the first step, and says when its loss rises
     text = read_log(folder)
@@ -485,9 +486,9 @@ def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path,
         again = train(make_config(out_dir=str(folder), resume="newest", **flags))
         return again["step"], again["stopped_by"]
 
-    assert resumed() == resumed(max_steps=72) == (70, "patience")
+    assert resumed() == resumed(max_steps=99) == (98, "patience")
     assert "--resume --patience 0" in read_log(folder)
-    assert resumed(max_steps=72, patience=0) == (72, "max_steps")
+    assert resumed(max_steps=99, patience=0) == (99, "max_steps")
 
 
 def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(
