@@ -23,7 +23,9 @@ BF16_GAIN = 1.2
 # Dense bf16 or fp16 TFLOP/s with fp32 accumulation, from the vendors' datasheets, of the first name
 # that fits. There is no MFU on other devices
 PEAK_TFLOPS = {
+    "B300": 2250,
     "B200": 2250,
+    "GH200": 989,
     "H200 NVL": 835,
     "H200": 989,
     "H100 NVL": 835,
@@ -36,9 +38,15 @@ PEAK_TFLOPS = {
     "A10G": 70,
     "A10": 125,
     "A6000": 155,
+    "RTX PRO 6000 Blackwell Workstation": 504,
     "RTX 5090": 210,
     "RTX 4090": 165,
+    "RTX 4080 SUPER": 104,
+    "RTX 4080": 97,
+    "RTX 4070 SUPER": 71,
+    "RTX 4070": 58,
     "RTX 3090": 71,
+    "RTX 3060": 25,
 }
 
 

@@ -806,3 +806,5 @@ def test_batches_hold_the_tokens_of_their_sequences(data, monkeypatch):
     batches = np.concatenate([stream.batch(step) for step in range(-(-len(stream.aligned) // 16))])
     assert (batches[:, 0] == 256).all()
     assert (np.diff(stream.aligned) >= 32).all() and len(stream.aligned) > 0.9 * 29000 / 97
+    # 4,333 tokens for validation are four sequences of 1,024 and more
+    assert TokenStream(data, seq_len=8192, may_shorten=True).seq_len == 1024

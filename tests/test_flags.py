@@ -359,6 +359,11 @@ def test_minutes_on_a_small_dataset_end_after_some_epochs(vocab_size, epochs, ng
         cfg = resolved(make_config(**given, minutes=5.0), stream)
         assert cfg.max_steps * cfg.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
         assert (cfg.ngram, cfg.weight_decay) == (ngram, 0.05)
+    # A context is that of a small dataset; a large evaluation comes seldom
+    assert cfg.eval_every == 150
+    stream.seq_len, stream.num_eval_seqs = 512, lambda eval_tokens: eval_tokens // 512
+    cfg = resolved(make_config(**given, minutes=5.0), stream)
+    assert cfg.seq_len == 512 and cfg.eval_every * cfg.batch_tokens >= 8 * 2**18
     # A small table has no room for n-grams of 4 byte pairs. auto: ten evaluations
     small = resolved(make_config(ngram_rows=65536, max_steps=19, eval_every=None), stream)
     assert (small.ngram, small.eval_every) == (6 if vocab_size == 257 else 3, 2)
