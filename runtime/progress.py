@@ -226,7 +226,8 @@ def time_left(run: Run) -> float:
     n_evaluations = 1.0
     if cfg.eval_every != "end":
         n_evaluations += steps_left // cfg.eval_every
-    if step < cfg.short_frac * n_steps:  # the steps with whole sequences will take longer
-        steps_left += (LONG_STEP - 1) * (1 - cfg.short_frac) * n_steps
+    # While most of the newest steps had short sequences, those with whole ones will take longer
+    if cfg.short_frac and step < cfg.short_frac * n_steps + 10:
+        steps_left += (LONG_STEP - 1) * min(steps_left, (1 - cfg.short_frac) * n_steps)
     seconds = steps_left * clock.typical_step_s + n_evaluations * evaluation_time(run)
     return min(seconds, 60 * cfg.minutes - clock.wall_time) if cfg.minutes else seconds

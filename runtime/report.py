@@ -68,7 +68,7 @@ def describe_run(run: Run) -> list[str]:
         f"{cfg.max_steps:,} steps{' (about)' if cfg.minutes else ''}, {epochs:.2f} epochs",
     ]
     usual = max_epochs(cfg, stream.train.n_tokens, stream.vocab_size)
-    if epochs > usual:
+    if epochs > 1.2 * usual:
         lines.append(
             f"WARNING: in {epochs:.0f} epochs a model may memorize the dataset, and val_loss rise; "
             f"{usual:.0f} or fewer are usual: give fewer --max_steps, or more text"
