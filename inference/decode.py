@@ -28,6 +28,7 @@ def next_logits(model: GPT, idx: Tensor, cache: "KVCache | None") -> Tensor:
 
 REPEAT_WINDOW = 512  # dry_penalty_last_n of llama.cpp
 ALLOWED_REPEAT = 4  # dry_allowed_length
+DRY_BASE = 1.05  # dry_base: a larger one would change most words that bytes spell twice
 
 
 class Repeats:
@@ -53,14 +54,14 @@ class Repeats:
     def penalize(self, logits: Tensor, penalty: float) -> Tensor:
         """Lower the logits (B, V) of tokens that would lengthen a repeat: DRY sampling.
 
-        As in llama.cpp with dry_multiplier = penalty and dry_base = 1, but without
-        dry_sequence_breakers. A larger base would change most words that bytes spell twice.
+        As in llama.cpp with dry_multiplier = penalty, but without dry_sequence_breakers.
         """
         # One more column, for tokens that are none of these or are never sampled
         n = logits.size(1)
         would_repeat = torch.where(self.lengths >= ALLOWED_REPEAT, self.tokens[:, 1:], n)
         penalties = logits.new_zeros((len(logits), n + 1))
-        penalties = penalties.scatter(1, would_repeat.clamp(max=n), penalty)
+        by_length = penalty * DRY_BASE ** (self.lengths - ALLOWED_REPEAT).clamp(max=100)
+        penalties = penalties.scatter_reduce(1, would_repeat.clamp(max=n), by_length, "amax")
         return logits - penalties[:, :n]
 
 

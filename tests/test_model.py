@@ -322,15 +322,15 @@ def test_without_a_cache_the_context_is_read_again():
         gpt(tokens(length=25))
 
 
-def would_repeat(text: list[int]) -> set[int]:
-    """The tokens that followed what the text ends with, four tokens or more, in its last 40."""
-    found = set()
+def would_repeat(text: list[int]) -> dict[int, int]:
+    """The tokens that followed what the text ends with in its last 40, and its longest length."""
+    found: dict[int, int] = {}
     for end in range(max(1, len(text) - 39), len(text)):
         length = 0
         while length < end and text[end - 1 - length] == text[-1 - length]:
             length += 1
         if length >= 4:
-            found.add(text[end])
+            found[text[end]] = max(length, found.get(text[end], 0))
     return found
 
 
@@ -345,8 +345,10 @@ def test_tokens_that_lengthen_a_repeat_are_penalized(length, monkeypatch):
         lowered = logits - repeats.penalize(logits, 2.5)
         for row, penalties in zip(text[:, :i].tolist(), lowered):
             found = penalties.nonzero()[:, 0].tolist()
-            assert set(found) == would_repeat(row) - {99}
-            assert penalties[found].tolist() == pytest.approx([2.5] * len(found), rel=1e-5)
+            lengths = would_repeat(row)
+            assert set(found) == lengths.keys() - {99}
+            expected = [2.5 * 1.05 ** (lengths[token] - 4) for token in found]
+            assert penalties[found].tolist() == pytest.approx(expected, rel=1e-4)
             n_found += len(found)
         repeats.append(text[:, i : i + 1])
     assert n_found > 50

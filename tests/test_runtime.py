@@ -145,9 +145,6 @@ def test_wandb_gets_the_rows(data, tmp_path, monkeypatch):
     said = "--wandb has failed (the service is gone); the run continues without it"
     assert first == second and read_log(tmp_path).count(said) == 1
     assert read_log(tmp_path).count("learning rates, which had fallen, rise again") == 1
-    del wandb.init  # as with a broken package
-    said = refusal(tiny_run, tmp_path / "b", **flags)
-    assert re.fullmatch("--wandb could not start .* WANDB_MODE=offline", said)
 
 
 def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path):
