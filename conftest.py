@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import runpy
-import socket
 import subprocess
 import sys
 import time
@@ -234,14 +233,11 @@ def run_forked(folder: Path, script, *argv, env=os.environ) -> SimpleNamespace:
     return SimpleNamespace(code=process.exitcode, stdout=stdout, stderr=stderr)
 
 
-def run_ranks(
-    folder: Path, script, *argv, nodes=(ROOT,), world_size=2, timeout=300
-) -> SimpleNamespace:
-    """Run `script ARGV` as some ranks without torchrun: exit codes, stdout and stderr, by rank.
+def start_ranks(folder: Path, script, *argv, nodes=(ROOT,), world_size=2) -> list:
+    """Start `script ARGV` as some ranks without torchrun: their processes.
 
     Their output goes to files in the folder. nodes: the working directories of nodes, which have
-    equally many ranks. A rank that has not noticed five seconds after another failed is ended, as
-    torchrun would.
+    equally many ranks.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks_per_node = world_size // len(nodes)
@@ -254,6 +250,16 @@ def run_ranks(
         env = os.environ | {name: str(value) for name, value in place.items()}
         outputs = (folder / f"stdout{rank}.txt", folder / f"stderr{rank}.txt")
         ranks.append(forked(script, *argv, outputs=outputs, env=env, cwd=nodes[node]))
+    ranks[0].store = store  # lives as long as they do
+    return ranks
+
+
+def run_ranks(folder: Path, script, *argv, timeout=300, **places) -> SimpleNamespace:
+    """Start ranks and wait: exit codes, stdout and stderr, by rank.
+
+    A rank that has not noticed five seconds after another failed is ended, as torchrun would.
+    """
+    ranks = start_ranks(folder, script, *argv, **places)
     deadline = time.monotonic() + timeout
     while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
         if any(rank.exitcode for rank in ranks):
@@ -265,16 +271,11 @@ def run_ranks(
         rank.join()
 
     def output(name: str) -> list[str]:
-        paths = [folder / f"{name}{rank}.txt" for rank in range(world_size)]
+        paths = [folder / f"{name}{rank}.txt" for rank in range(len(ranks))]
         return [path.read_text() if path.exists() else "" for path in paths]
 
     codes = [rank.exitcode for rank in ranks]
     return SimpleNamespace(codes=codes, stdout=output("stdout"), stderr=output("stderr"))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def refusal(function, *args, **options) -> str:

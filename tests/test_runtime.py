@@ -37,14 +37,13 @@ from conftest import (
     assert_weights_equal,
     final,
     flags_of,
-    forked,
-    free_port,
     make_data,
     refusal,
     rows,
     run_python,
     run_ranks,
     seed_all,
+    start_ranks,
     tiny_run,
 )
 from model import GPT
@@ -794,21 +793,12 @@ def test_a_rank_that_dies_ends_the_others(case, code, cause, data, tmp_path):
 # Kills
 
 
-def start_ranks(out: Path, data: Path, world: int) -> list:
-    """Start or continue a run: its processes. Their output is in output.txt beside its folder."""
+def start_run(out: Path, data: Path, world: int) -> list:
+    """Start or continue a run: its processes. Their output is beside its folder."""
     flags = TINY | dict(n_layer=1, batch_tokens=256, micro_batch=4, max_steps=12)
     flags |= dict(save_every=1, eval_every=5, eval_tokens=1024)
     argv = flags_of(flags | dict(data=data, out_dir=out, resume="auto"))
-    outputs = (out.parent / "output.txt",) * 2
-    shared = dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    shared |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    ranks = []
-    for rank in range(world):
-        env = dict(os.environ)
-        if world > 1:
-            env |= shared | dict(RANK=str(rank), LOCAL_RANK=str(rank))
-        ranks.append(forked(ROOT / "train_gpt.py", *argv, outputs=outputs, env=env))
-    return ranks
+    return start_ranks(out.parent, ROOT / "train_gpt.py", *argv, world_size=world)
 
 
 def exit_codes(ranks: list, patience: float) -> list[int]:
@@ -828,11 +818,11 @@ def test_killed_runs_end_as_if_nothing_had_been(world, data, tmp_path):
     ranks, a third hit one rank only, and the other has to end by itself.
     """
     rng, killed, runs, began = random.Random(0), 0, [tmp_path / "run0"], time.monotonic()
-    assert exit_codes(start_ranks(tmp_path / "whole", data, world), 60) == [0] * world
+    assert exit_codes(start_run(tmp_path / "whole", data, world), 60) == [0] * world
     span = time.monotonic() - began
     while killed < int(os.environ.get("KILLS", 2)):
         began = time.monotonic()
-        ranks, moment = start_ranks(runs[-1], data, world), began + rng.random() * span
+        ranks, moment = start_run(runs[-1], data, world), began + rng.random() * span
         pattern = ".tmp-ckpt*" if rng.random() < 0.5 else "*"
         while all(rank.is_alive() for rank in ranks):
             if time.monotonic() > moment and any(runs[-1].glob(pattern)):
@@ -848,8 +838,8 @@ def test_killed_runs_end_as_if_nothing_had_been(world, data, tmp_path):
             span = min(span, time.monotonic() - began)
             runs.append(tmp_path / f"run{len(runs)}")
     for run in runs:
-        codes = exit_codes(start_ranks(run, data, world), 60)
-        assert codes == [0] * world, (tmp_path / "output.txt").read_text()
+        codes = exit_codes(start_run(run, data, world), 60)
+        assert codes == [0] * world, (tmp_path / "stderr0.txt").read_text()
         for key in ("step", "train_loss", "grad_norm", "lr", "val_loss", "tokens"):
             assert rows(run, key) == rows(tmp_path / "whole", key), (run, key)
         assert_weights_equal(run, tmp_path / "whole")
