@@ -709,6 +709,7 @@ def test_a_step_reports_the_mean(monkeypatch):
 
 def test_clipping():
     batch = some_batch().fill_(ord("z"))  # equal tokens: a norm of about 9
+    batch[:, 0] = ord("=")  # the rest is an answer, if only those are trained
     gradients = one_step(batch, grad_clip=0.3)
     norms = [x.norm() for name, x in gradients.items() if "gradient" in name]
     norm = torch.stack(norms).norm()
