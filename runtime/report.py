@@ -56,7 +56,7 @@ def describe_run(run: Run) -> list[str]:
         f"model: n_layer {cfg.n_layer}, n_embd {cfg.n_embd}, n_head {cfg.n_head}, "
         f"{model.flops_per_token() / 1e6:,.1f} MFLOP per token, "
         f"ngram {cfg.ngram}, ngram_dropout {cfg.ngram_dropout:.2g}",
-        f"parameters: {n_params:,}, {n_trained:,} trained; "
+        f"{n_params:,} parameters, of which {n_trained:,} are trained; "
         f"without a row in PARAM_TABLE: {', '.join(sorted(without_row)) or 'none'}",
         f"optimizer: {', '.join(sorted(kinds))}, muon_lr {cfg.muon_lr:.4g}, "
         f"adam_lr {cfg.adam_lr:.4g}, weight_decay {cfg.weight_decay:g}, "

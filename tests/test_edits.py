@@ -44,7 +44,8 @@ class Counting(torch.optim.Optimizer):
         for group in self.param_groups:
             group["done"] += 1
             for p in group["params"]:
-                p.sub_(p.grad.sign(), alpha=group["lr"] / group["done"])
+                if p.grad is not None:
+                    p.sub_(p.grad.sign(), alpha=group["lr"] / group["done"])
 
 
 def test_a_parameter_starts_as_its_module_made_it_or_as_its_row_says(monkeypatch):
@@ -71,6 +72,7 @@ def test_a_parameter_starts_as_its_module_made_it_or_as_its_row_says(monkeypatch
 
 
 def test_any_optimizer_resumes_exactly(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_module, "MLP", Gated)
     monkeypatch.setattr(
         train_gpt, "make_optimizer", lambda cfg, model: Counting(model.parameters())
     )
@@ -82,6 +84,15 @@ def test_any_optimizer_resumes_exactly(data, tmp_path, monkeypatch):
     assert final(rest)["optimizer_groups"][0]["done"] == 6
     factors = [min(1, 0.05 + 0.95 * (1 - step / 6) / 0.6) for step in range(6)]
     assert rows(run, "lr") == pytest.approx([1e-3 * x for x in factors])
+    # The log's header
+    n_params = sum(w.numel() for w in final(run)["model"].values())
+    names = ", ".join(
+        f"blocks.N.mlp.{name}" for name in ("mix.bias", "mix.weight", "noise", "scale")
+    )
+    assert (
+        f"{n_params:,} parameters, of which {n_params - 2 * 32 * 128:,} are trained; "
+        f"without a row in PARAM_TABLE: {names}\noptimizer: Counting, "
+    ) in (run / "log.txt").read_text()
 
 
 def test_weights_fit_another_context_and_bring_their_sizes(undisturbed, data, tmp_path):
