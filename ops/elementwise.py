@@ -70,8 +70,8 @@ def trains_eagerly(x: Tensor) -> bool:
 class CpuRMSNorm(torch.autograd.Function):
     """Normalize x (..., D) by its RMS; backward takes half the passes of PyTorch's own.
 
-    It is LayerNorm's for a mean of 0, which computes in fp32, and what that one subtracts: the mean
-    of the gradient.
+    Backward is PyTorch's kernel for LayerNorm with a mean of 0, which computes in fp32. The kernel
+    also subtracts the mean of the gradient, which is therefore added again.
     """
 
     @staticmethod
@@ -87,7 +87,8 @@ class CpuRMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         x, scale = ctx.saved_tensors
-        zero, gain = torch.zeros_like(scale), scale.new_ones(x.size(-1))
+        gain = scale.new_ones(x.size(-1))
+        zero = torch.zeros_like(scale)  # the mean of x
         centered, _, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x, gain.shape, zero, scale, gain, None, [True, False, False]
         )

@@ -30,7 +30,9 @@ def describe_run(run: Run) -> list[str]:
     cfg, model = state.cfg, state.raw_model
     meta = stream.meta
     n_ranks = state.dist_ctx.world_size
-    n_params, n_trained, without_row = 0, 0, set()
+    n_params = 0
+    n_trained = 0
+    without_row: set[str] = set()
     for name, param in model.named_parameters():
         n_params += param.numel()
         n_trained += param.numel() * param.requires_grad
