@@ -204,8 +204,11 @@ def test_flags_of_an_edit_are_tried(tmp_path):
     repo = tmp_path / "repo"
     repo.mkdir()
     for name in (*COPIED, "conftest.py", "test_train.py", "pyproject.toml", "docs"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, repo / name)
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, repo)
+            continue
+        ignored = shutil.ignore_patterns("python", "__pycache__")
+        shutil.copytree(ROOT / name, repo / name, ignore=ignored)
 
     def output(*command) -> str:
         done = subprocess.run(command, cwd=repo, capture_output=True, text=True)
