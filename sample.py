@@ -99,12 +99,7 @@ def load(
 
 def make_parser() -> Parser:
     """Make the parser of the command line."""
-    parser = Parser(
-        "sample.py",
-        usage="sample.py [RUN] [options]",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser("sample.py", usage="sample.py [RUN] [options]", description=__doc__)
     add = parser.add_argument
     add("run", nargs="?", default="", metavar="RUN", help=RUN_HELP)
     add("--best", action="store_true", help="use the best evaluation's weights, not the newest")
@@ -133,28 +128,28 @@ def make_parser() -> Parser:
         "--stride",
         type=int,
         default=0,
-        help="step of --perplexity's windows, in tokens; 0 = context length, fastest",
+        help="step of --perplexity's windows, in tokens; 0: context length, fastest [0]",
     )
-    add("--num_samples", type=int, default=1, help="samples per prompt, generated 32 at a time")
-    add("--max_new_tokens", type=int, default=500, help="length of each sample, in tokens")
+    add("--num_samples", type=int, default=1, help="samples per prompt, generated 32 at a time [1]")
+    add("--max_new_tokens", type=int, default=500, help="length of each sample, in tokens [500]")
     add("--stop", default="", metavar="TEXT", help="end each sample before this text")
     sampling = {
-        "temperature": "0 = greedy decoding, without the options below",
-        "top_k": "sample from the k most likely tokens; 0 = all",
+        "temperature": "0: greedy decoding, without the options below",
+        "top_k": "sample from the k most likely tokens; 0: all",
         "top_p": "nucleus sampling: total probability to keep",
         "min_p": "smallest probability to keep, relative to the largest",
         "dry_multiplier": "penalty of tokens that lengthen a repeat (DRY); 0 disables",
     }
     for name, text in sampling.items():
         default = SAMPLING[name]
-        add(f"--{name}", type=type(default), default=default, help=text)
-    add("--seed", type=int, default=0, help="equal seeds give equal texts")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+        add(f"--{name}", type=type(default), default=default, help=f"{text} [{default}]")
+    add("--seed", type=int, default=0, help="equal seeds give equal texts [0]")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
     add(
         "--dtype",
         default="auto",
         choices=("auto", *DTYPES),
-        help="auto = as in training, if supported",
+        help="auto: as in training, if supported [auto]",
     )
     add(
         "--int8",

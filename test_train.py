@@ -2,7 +2,7 @@
 
 Each test is an invariant of the trainer, tried on train_gpt.py and model.py as they are now, with a
 small model. The message of one that fails says what an edit like that usually did, and what to do.
---flags "n_kv_head=1 dropout=0.1" switches on what an edit has behind flags. Ranks start this file
+--flags "NAME=VALUE ..." gives it the flags that switch on an edit of yours. Ranks start this file
 as well.
 """
 

@@ -68,7 +68,7 @@ COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autot
 
 # Each preset overrides some of Config's defaults
 PRESETS: dict[str, dict[str, Any]] = {
-    # About a minute on a laptop's CPU
+    # A minute or two on a CPU
     "laptop": dict(
         n_layer=2,
         n_head=1,
@@ -121,7 +121,8 @@ class Config:
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag(
         "",
-        "continue --out_dir's run; a path: that checkpoint; auto: that, or a new run",
+        "bare: the newest checkpoint of --out_dir; PATH: that one; auto: as bare, or a new run if "
+        "there is none",
         const="newest",
     )
     init_from: str = flag("", "run or checkpoint to load weights from, for a new schedule")
@@ -133,7 +134,8 @@ class Config:
     # model
     params: int = flag(
         0,
-        "size in parameters of blocks, such as 10M, with its batch and steps; auto: by --minutes",
+        "size in parameters of blocks, such as 10M, with its batch and steps; 0: by --n_layer and "
+        "so on; auto: by --minutes",
         auto=True,
     )
     n_layer: int = flag(12, "transformer blocks", min=1)
@@ -160,7 +162,9 @@ class Config:
     adam_lr: float = flag(None, "learning rate of Adam; auto: 0.006 (768 / n_embd)^0.4", min=1e-9)
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
     embed_decay: float = flag(
-        None, "decay of embeddings over the run, as exp(-X); auto: 0 to 1.5, by the epochs"
+        None,
+        "decay of embeddings: by exp(-X) over the run at the peak rate, about exp(-0.7 X) with the "
+        "default schedule; auto: 0 to 1.5, by the epochs",
     )
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
     batch_tokens: int = flag(
@@ -170,14 +174,20 @@ class Config:
     max_steps: int = flag(
         3250, "optimizer steps; auto: by the dataset (--init_from)", min=1, auto=True
     )
-    minutes: float = flag(0.0, "train for N minutes, with a schedule that ends then; 0 disables")
+    minutes: float = flag(
+        0.0,
+        "end after N minutes, compiling and evaluating included, with a schedule that ends then; "
+        "0 disables",
+    )
     max_minutes: float = flag(0.0, "pause after N minutes, to --resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
     patience: int = flag(
         None,
         "stop after N evaluations without a lower loss, after the first epoch; auto: by epochs",
     )
-    short_frac: float = flag(0.0, "fraction of steps, the first, on sequences of seq_len / 8")
+    short_frac: float = flag(
+        0.0, "fraction of the steps, at the beginning, with sequences of seq_len / 8"
+    )
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
     # systems
@@ -191,7 +201,9 @@ class Config:
     matmul_precision: str = flag("highest", "of fp32 matmuls; high: TF32", MATMUL_PRECISIONS)
     attn: str = flag("auto", "attention backend (fa3, fa4: untested)", ATTENTION_BACKENDS)
     checkpointing: str = flag(
-        "auto", "of activations: none, selective, full, or the fraction to keep; auto: by memory"
+        "auto",
+        "of activations: none, selective, full, or the fraction to keep; auto: on GPUs with ddp, "
+        "as much as --micro_batch auto needs",
     )
     offload: str = flag(
         "none",
@@ -214,14 +226,20 @@ class Config:
     doc_mask: bool = flag(False, "keep attention and n-grams within a document")
     # logging and checkpoints
     eval_every: int | str = flag(
-        250, "steps between evaluations; auto: ten in all", ("end",), min=1, auto=True
+        250,
+        "steps between evaluations; auto: ten in all; end: only at the end",
+        ("end",),
+        min=1,
+        auto=True,
     )
     eval_tokens: int | str = flag(10485760, "validation tokens per evaluation", ("all",), min=1)
     save_every: int = flag(None, "steps between checkpoints; auto: every ten minutes", min=1)
     keep: int | str = flag(
         None, "newest checkpoints to keep; auto: 2, and 1 of a complete run", ("all",), min=1
     )
-    sample_every: int | str = flag("end", "steps between text samples", ("end",), min=1)
+    sample_every: int | str = flag(
+        "end", "steps between text samples; end: only at the end", ("end",), min=1
+    )
     log_every: int = flag(10, "steps between log lines", min=1)
     profile: int = flag(0, "steps to profile; writes a trace to out_dir", const="5")
     wandb: bool = flag(False, "also log to Weights & Biases")

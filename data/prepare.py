@@ -253,7 +253,7 @@ def choose_tokenizer(options: Options, texts: list) -> tuple[str, str | None]:
         n_bytes = corpus.total_size(texts)
         name = "bpe" if n_bytes >= BPE_BYTES else "bytes"
         print_line(
-            f"tokenizer {name}, for {n_bytes / 1e6:.1f} MB of text (GPT-2's presets need "
+            f"tokenizer {name}, for {n_bytes / 1e6:.1f} MB of text (GPT-2's presets are meant for "
             "--tokenizer gpt2)"
         )
     if vocab_size is not None and name != "bpe":
@@ -434,7 +434,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="files: your own text, JSON, .csv or .parquet files; folders",
     )
-    add("--out", help="the folder to make (default: data/<source>, or data/<name of the file>)")
+    add(
+        "--out",
+        help="the folder to make (default: data/ and the name of source or file, with that of a "
+        "--tokenizer that is not the source's own)",
+    )
     add(
         "--tokenizer",
         help="gpt2, bytes, bpe (trained on the text), integers:N, or a folder with a vocabulary",

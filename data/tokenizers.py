@@ -114,7 +114,7 @@ class IntegerTokenizer(ByteTokenizer):
         return tokens
 
     def token_bytes(self, token: int) -> bytes:
-        return b" " + (END_OF_TEXT if token == self.eot else b"%d" % token)
+        return b" " + END_OF_TEXT if token == self.eot else b" %d" % token
 
 
 def get_tokenizer(name: str, vocabulary: str | None = None) -> Tokenizer:
@@ -267,7 +267,8 @@ def read_vocabulary(path: str | Path, sha256: str | None = None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"there is no vocabulary {path} ({error}); put it back and prepare the data again, or "
-            "give --tokenizer gpt2 or bytes"
+            "give --tokenizer gpt2 or bytes (only byte pairs have a file; a run's log.txt names "
+            "its tokenizer)"
         ) from None
     digest = sha256_of_file(path)
     if sha256 and digest != sha256:

@@ -163,7 +163,7 @@ def accuracy(results: list[bool]) -> dict[str, float]:
 
 
 def answer_choices(model: GPT, tokenizer: Tokenizer, path: Path) -> Table:
-    """Compute the accuracy on a file's questions (data/choices.py), with its standard error.
+    """Compute the accuracy on a file's questions (data/questions.py), with its standard error.
 
     The ending with the highest log-likelihood is chosen, summed or per character, which are acc and
     acc_norm of lm-evaluation-harness; ties go to the first. If every question has one ending, as in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,9 @@ MAX_STACK_NUMEL = 2**26
 
 def batches_by_shape(params: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the parameters in lists of one shape, so that they can be stacked within memory."""
-    by_shape: dict[torch.Size, list[Tensor]] = {}
+    by_shape: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
     for p in params:
-        by_shape.setdefault(p.shape, []).append(p)
+        by_shape[p.shape].append(p)
     for same_shape in by_shape.values():
         # on_whole_matrices divides a list among all ranks
         at_once = get_world_size() * max(1, MAX_STACK_NUMEL // max(1, same_shape[0].numel()))

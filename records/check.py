@@ -136,7 +136,7 @@ def open_record(path: str) -> tuple[Record, float]:
     track = TRACKS.get(folder.parent.name, dict(targets={}))
     target = folder.name.partition("_")[2]
     if target not in track["targets"]:
-        expected = "records/TRACK/DATE_TARGET, with a target of TRACKS in records/check.py"
+        expected = "records/TRACK/DATE-YOURWORD_TARGET, such as gpu-1/2026-12-01-mine_fineweb-3.28"
         raise UserError(f"{path} is not a folder of a track; expected {expected}")
     runs = [read_run(log.parent) for log in sorted(folder.glob("seed_*/log.txt"))]
     if not runs:

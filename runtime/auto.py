@@ -61,7 +61,8 @@ def choose_loss_chunk(cfg: Config, device: torch.device, vocab_size: int) -> int
     if cfg.dtype == "fp16":
         return 4096  # the head's gradient is a sum over the tokens of a chunk, and could overflow
     # Logits and their gradient; eager, also three tensors of their size in fp32
-    bytes_per_logit = 2 * DTYPES[cfg.dtype].itemsize + (0 if cfg.is_compiled else 12)
+    eager_bytes = 0 if cfg.is_compiled else 12
+    bytes_per_logit = 2 * DTYPES[cfg.dtype].itemsize + eager_bytes
     memory = torch.cuda.get_device_properties(device).total_memory
     available = memory * torch.cuda.get_per_process_memory_fraction()
     fitting = 0.1 * available / (bytes_per_logit * vocab_size)

@@ -203,7 +203,8 @@ def save_checkpoint(run: Run, is_last: bool = False) -> None:
     may be ruined: nothing is saved, except at the end of a run that has not diverged.
     """
     state = run.state
-    may_be_ruined = run.bad_steps >= (MAX_BAD_STEPS if is_last else 1)
+    most_bad_steps = MAX_BAD_STEPS if is_last else 1
+    may_be_ruined = run.bad_steps >= most_bad_steps
     if run.saved_step == state.step or may_be_ruined:
         return
     path = run.folder / f"ckpt_{state.step}.pt"

@@ -112,7 +112,8 @@ class Log:
         ):
             self.write(self.text, line)
         if not step or have_changed(sources, self.folder):
-            copy_sources(sources, self.folder / (f"source_{step}" if step else "source"))
+            source_folder = f"source_{step}" if step else "source"
+            copy_sources(sources, self.folder / source_folder)
 
         if cfg.wandb:
             self.start_wandb(flags, step, is_new=not step or history != rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -150,10 +151,10 @@ def any_rank(flag: bool) -> bool:
 def mean_over_ranks(values: dict[str, float | Tensor]) -> dict[str, float]:
     """Average each number or 0-d tensor over the ranks that have it; waits for the device."""
     own = {name: float(to_full(torch.as_tensor(value))) for name, value in values.items()}
-    by_name: dict[str, list[float]] = {}
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
     for numbers in gather_objects(own):
         for name, number in numbers.items():
-            by_name.setdefault(name, []).append(number)
+            by_name[name].append(number)
     return {name: sum(numbers) / len(numbers) for name, numbers in by_name.items()}
 
 

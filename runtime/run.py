@@ -294,8 +294,8 @@ def profiling(run: Run) -> Iterator[torch.profiler.profile | None]:
 # --------------------------------------------------------------------------------------------------
 # Signals that ask a run to save and end
 
-# Sent by terminals, schedulers and resource limits before they end a process; SIGBREAK on Windows
-SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGALRM SIGPWR SIGBREAK".split()
+# Sent by terminals, schedulers and resource limits before they end a process
+SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGALRM SIGPWR".split()
 
 # Schedulers signal both torchrun and its ranks, and torchrun forwards the signal, so signals within
 # half a second of the first are one request

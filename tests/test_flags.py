@@ -104,6 +104,15 @@ def test_mistakes_end_with_a_sentence(flags, sentence, data, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+# The flags of its train.py
+NANOGPT = """
+    out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from
+    wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size
+    block_size n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1
+    beta2 grad_clip decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile
+"""
+
+
 def test_from_python_values_are_checked_too():
     assert make_config(muon_lr=1).muon_lr == 1.0
     assert make_config(max_steps=np.int64(3), adam_lr=np.float32(0.5)).max_steps == 3
@@ -115,7 +124,9 @@ def test_from_python_values_are_checked_too():
         (dict(compile="defualt"), "no-cudagraphs; did you mean default"),
     ):
         assert said in refusal(make_config, **flags)
-    assert OTHER_NAMES.keys() & {f.name for f in dataclasses.fields(Config)} == {"out_dir"}
+    ours = {f.name for f in dataclasses.fields(Config)}
+    assert OTHER_NAMES.keys() & ours == {"out_dir"}
+    assert set(NANOGPT.split()) <= OTHER_NAMES.keys() | ours
 
 
 def test_a_compiler_that_does_not_work_is_told(data, tmp_path):

@@ -233,7 +233,7 @@ def test_records_need_significance_and_three_finished_runs(record):
     edit(record / "seed_1" / "summary.json", r'"val_loss": [\d.]+', '"val_loss": null')
     with pytest.raises(UserError, match="is not a finished run"):
         check.check_record(str(record))
-    with pytest.raises(UserError, match="expected records/TRACK/DATE_TARGET"):
+    with pytest.raises(UserError, match="expected records/TRACK/DATE-YOURWORD_TARGET"):
         check.check_record(str(record.parent))
 
 
