@@ -293,7 +293,8 @@ def collect_values(run: Run) -> dict[str, Any]:
 def write_file(path: Path, checkpoint: dict[str, Any], run: Run) -> str:
     """Write a checkpoint and read it back; return a sentence if that fails, else ""."""
     names = [name for name, _ in run.state.raw_model.named_parameters()]
-    if not all(checkpoint["model"][name].isfinite().all() for name in names):
+    # A sum, because isfinite() of a large table would take more memory than the table
+    if not all(checkpoint["model"][name].sum().isfinite() for name in names):
         return (
             f"{path} is not saved, because weights are not finite; resume from an earlier "
             "checkpoint with lower learning rates, --grad_clip 1 or --dtype fp32"
