@@ -7,8 +7,8 @@ Differences from GPT-2:
 - value embeddings, with a gate per head
 - optional embeddings of hashed n-grams, added to the token embeddings
 - squared leaky ReLU; no biases; no dropout, except of n-grams; an untied head, soft-capped logits
-- output projections, gates and head start at zero; the last layer without a window starts as an
-  induction head
+- output projections, gates, head, value and n-gram embeddings start at zero; with several layers,
+  the last one without a window starts as an induction head
 
 In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: kernels, chunks of
 the loss, float8, hashes of n-grams, communication between ranks. In inference/: generation.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The model's shape. Checkpoints store these fields. (--doc_mask is a flag of the run.)"""
+    """The model's shape. Checkpoints store these fields."""
 
     vocab_size: int = 50304
     seq_len: int = 1024
@@ -70,7 +70,7 @@ class GPTConfig:
 
     @property
     def gate_dim(self) -> int:
-        """How many of x's channels the gates read; few, as in nanochat, are faster on a GPU."""
+        """The gates read the first 16 channels of x: faster on a GPU than all (nanochat)."""
         return min(16, self.n_embd)
 
 
@@ -129,8 +129,8 @@ def may_attend(
     """Return True where a query may attend to a key.
 
     query, key: positions. window: how many keys back, the query's own included; 0 is all.
-    query_doc, key_doc: with --doc_mask, equal in the same document. In training its number; in
-    generation True, and whether the key is in the query's document.
+    query_doc, key_doc: equal if both are in one document; None without --doc_mask. Training passes
+    numbers of documents, generation always passes True and a bool per key.
 
     Edit this to change the mask. Exceptions: --attn varlen and the export for Transformers have
     their own; --attn blocked and the KV cache leave out keys beyond the window, whatever this says.
@@ -200,7 +200,7 @@ class CausalSelfAttention(nn.Module):
         halves = (self.rotary_dim, self.head_dim - self.rotary_dim)
         q_rotary, q_rest = q.split(halves, dim=-1)
         k_rotary, k_rest = k.split(halves, dim=-1)
-        k_rest = previous_token(k_rest, ctx, "key")  # its name in the KV cache
+        k_rest = previous_token(k_rest, ctx, "key")  # "key": its name in the KV cache
         q = torch.cat((*rotate(q_rotary, ctx.cos, ctx.sin), q_rest), dim=-1)
         k = torch.cat((*rotate(k_rotary, ctx.cos, ctx.sin), k_rest), dim=-1)
 
@@ -325,8 +325,8 @@ class GPT(nn.Module):
         T = idx.size(1)
         if T > self.cfg.seq_len:
             raise ValueError(f"got {T} tokens; the model's context is {self.cfg.seq_len}: cut them")
-        # tokens: idx; in generation, the ngram - 1 tokens before it come first
-        # position: of idx only
+        # tokens: idx; in generation, those that its n-grams reach back to come first. position and
+        # masks are for idx only
         if cache is None:
             tokens = idx
             position = torch.arange(T, device=idx.device)
@@ -376,7 +376,8 @@ class GPT(nn.Module):
     def attention_masks(self, idx: Tensor, attn_backend: str) -> dict[int, Mask]:
         """Make the mask of each window, for idx (B, T), in the form that attn_backend takes.
 
-        attn_backend: self.attn_backend; but "sdpa" in generation, which has masks as tensors.
+        attn_backend: self.attn_backend, except in generation: the KV cache needs masks as tensors,
+        those of "sdpa".
         """
         masks = {}
         for window in set(self.windows):
@@ -397,8 +398,8 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The token_loss of x (B, T, C) and targets (B, T), in chunks of `loss_chunk` tokens."""
-        # chunked_loss computes gradients in the forward pass, chunk by chunk, of these parameters:
-        # token_loss may use any outside of the blocks
+        # chunked_loss computes the gradients itself, in the forward pass. It needs the parameters
+        # that token_loss may use: all outside of the blocks
         params = [p for name, p in self.named_parameters() if not name.startswith("blocks.")]
         return chunked_loss(
             self.token_loss,
@@ -473,7 +474,7 @@ PARAM_TABLE = [
     ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", init=zeros),
     # Gates are matrices of a few rows, one per head, which gain nothing from Muon
     ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", init=zeros, optim="adam"),
-    # nn.Linear's own default is sqrt(1/3) / sqrt(inputs); recorded runs had 0.33 instead of 1/3
+    # sqrt(0.33 / inputs): nn.Linear's default but for 0.33 instead of 1/3, kept for recorded runs
     ParamSpec(r"blocks\.\d+\.(attn\.qkv|mlp\.fc)\.weight", init=scaled_normal(0.33**0.5)),
 ]
 
@@ -513,8 +514,8 @@ def init_weights(model: GPT, seed: int) -> None:
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
 
-    # The final layer that attends to everything, if any does. An earlier one was worse in deep
-    # models (docs/recipe.md)
+    # Of several layers, the last that attends to everything, or simply the last. An earlier one was
+    # worse in deep models (docs/recipe.md)
     if len(model.blocks) > 1:
         unlimited = [b for b, window in zip(model.blocks, model.windows) if window == 0]
         block = unlimited[-1] if unlimited else model.blocks[-1]
@@ -541,8 +542,8 @@ def optimizer_groups(
     decay_per_step = 1 - math.exp(-embed_decay / max_steps)
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
-        # Muon's parameters have muon_lr and weight_decay, all others adam_lr and embed_decay. A
-        # method of your own has the former for matrices in blocks
+        # Muon has muon_lr and weight_decay; Adam and RMSprop have adam_lr and embed_decay. A method
+        # of your own gets Muon's settings for matrices in blocks, Adam's for the rest
         spec = get_spec(name, param)
         has_muon_lr = spec.optim == "muon"
         if spec.optim not in ("muon", "adam", "rmsprop"):
@@ -558,14 +559,14 @@ def optimizer_groups(
             settings = dict(
                 kind=spec.optim,
                 lr=spec.lr_mul * muon_lr,
-                momentum=0.95,  # train_step sets it: get_momentum
+                momentum=0.95,  # of Muon, train_step sets it: get_momentum
+                betas=spec.betas,  # for a method of your own
                 weight_decay=weight_decay,
                 matrix_rows=get_matrix_rows(model, name, param),
             )
         else:
             lr = spec.lr_mul * adam_lr
-            # A step multiplies by 1 - lr * weight_decay: at the peak rate, 1 - spec.decay *
-            # decay_per_step
+            # A step decays by lr * weight_decay: divide by the peak rate
             decay = spec.decay * decay_per_step / lr if lr else 0.0
             settings = dict(kind=spec.optim, lr=lr, betas=spec.betas, weight_decay=decay)
 
@@ -607,8 +608,8 @@ def newton_schulz(x: Tensor) -> Tensor:
     if tall:
         x = x.mT
 
-    # The norm of x x^T lies between the square of the largest singular value and that of x's norm,
-    # by which Muon divides
+    # |x x^T| is at least the largest singular value squared, and at most |x|^2, by which Muon
+    # divides: a tighter bound
     gram = x @ x.mT
     scale = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True).clamp(min=1e-14)
     gram = gram / scale
@@ -703,8 +704,8 @@ class Optimizer(torch.optim.Optimizer):
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = torch._foreach_lerp(grads, momenta, beta)
 
-        # Stacked, in ns_dtype. With several ranks, each orthogonalizes some of the matrices, which
-        # are gathered, and gets its own rows back (ops/optimizer.py)
+        # In ns_dtype, stacked. Several ranks share the matrices: each orthogonalizes some, then
+        # receives its rows of all (ops/optimizer.py)
         updates = on_whole_matrices(
             lambda x: orthogonalize(x, group["matrix_rows"]), nesterov, params, self.ns_dtype
         )

@@ -22,8 +22,8 @@ from typing import Any
 
 from runtime import set_environment
 
-# Before torch is imported, which reads these variables of OpenMP and Inductor. Where this file is
-# imported, they are left to the importing program
+# Sets environment variables that PyTorch reads: before torch is imported. A program that imports
+# this file sets its own
 if __name__ == "__main__":
     set_environment()
 
@@ -95,8 +95,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         max_steps=1000,
         eval_tokens=262144,
     ),
-    # GPT-2's depths and widths. Heads have 128 dimensions, and in xl 64, as GPT-2's. n-grams: a
-    # table of five rows per token in small; not tried in the larger ones
+    # GPT-2's depths and widths. Heads have 128 dimensions (xl: 64, as in GPT-2). small has n-grams,
+    # in a table of five rows per token; they were not tried in the larger ones
     "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, ngram=2, ngram_rows=5 * 50304),
     "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000),
     "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000),
@@ -104,10 +104,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# Each field is a flag: flag(default, help, choices, const, min, auto). Command line, checks and log
-# are derived from it. const: the value of a bare --flag. min: the smallest number, by default 0.
-# Numbers with a default of None, or auto=True, may be "auto", which is None here. train() replaces
-# it, except in vocab_size, micro_batch, shard_size, save_every and keep, where None means auto
+# Each field but the last is a flag: flag(default, help, choices, const, min, auto). Command line,
+# checks and log are derived from it. const: the value of a bare --flag. min: the smallest number.
+# A number whose default is None, or with auto=True, may be given as "auto", and is None until
+# train() chooses it. vocab_size, micro_batch, shard_size, save_every and keep stay None
 @dataclass(frozen=True)
 class Config:
     """The flags of a run. Build it with make_config, which applies a preset ("laptop" by default).
@@ -277,8 +277,8 @@ def make_config(**flags: Any) -> Config:
 def choose_learning_rates(cfg: Config) -> Config:
     """Set muon_lr (of the blocks' matrices) and adam_lr (of the rest; with adamw, of everything).
 
-    A rate that is not given is computed from the number of steps or the width, by formulas fitted
-    to the runs in docs/recipe.md. For GPT-2 small and 5,000 steps they give the speedrun's rates.
+    A rate that is not given is computed by formulas fitted to the runs in docs/recipe.md: Muon's
+    from the number of steps, Adam's from the width.
     """
     # Shorter runs and narrower models take higher rates
     if cfg.optimizer == "adamw":
@@ -376,9 +376,9 @@ def build(
     if cfg.is_compiled:
         apply_compile(raw_model, cfg.compile, cfg.checkpointing)
 
-    # Choose the micro-batch, and what to recompute where memory is short; on a GPU without FSDP by
-    # trial steps on dummy data, which change no weights. Before DDP, whose all-reduce would hang if
-    # one rank ran out of memory
+    # Choose the micro-batch, and what to recompute. A GPU without FSDP tries steps on dummy data,
+    # which change no weights. This comes before DDP: its all-reduce would hang if one rank ran out
+    # of memory
     micro_batch = fit_into_memory(raw_model, cfg, make_optimizer, dist_ctx)
 
     # FSDP shards the weights, in place; DDP averages gradients
@@ -399,7 +399,7 @@ def build(
 
     # The optimizer
     optimizer = make_optimizer(cfg, raw_model)
-    # On a single CPU rank, the tables that RMSprop trains (n-grams) get sparse gradients
+    # On one CPU rank, p.grad of the n-gram table is sparse: a step reads few of its rows
     use_sparse_gradients(raw_model, optimizer)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the peak; train_step multiplies it by the schedule
@@ -416,7 +416,7 @@ def build(
 
 
 def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
-    """Muon + Adam. Any torch.optim optimizer whose step() needs no closure works here."""
+    """Muon + Adam. Any torch.optim optimizer over model.parameters() works here, too."""
     groups = optimizer_groups(
         model,
         optimizer=cfg.optimizer,
@@ -426,7 +426,7 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
         embed_decay=cfg.embed_decay,
         max_steps=cfg.max_steps,
     )
-    # Newton-Schulz in bf16, or in fp32 in other runs: --dtype fp16 is for GPUs without bf16
+    # Newton-Schulz in bf16 only with --dtype bf16: fp16 is for GPUs without bf16
     ns_dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
     return Optimizer(groups, ns_dtype, offload=cfg.offload == "optimizer")
 
@@ -445,10 +445,7 @@ def get_lr_multiplier(progress: float, cfg: Config) -> float:
 
 
 def get_momentum(step: int) -> float:
-    """Muon's momentum: 0.85, rising to 0.95 over 1,000 steps, which shorter runs do not reach.
-
-    The speedrun takes 300 steps; the two were not compared.
-    """
+    """Muon's momentum: from 0.85 to 0.95 at step 1,000. A shorter run ends below 0.95."""
     return 0.85 + 0.1 * min(1.0, step / 1000)
 
 
@@ -498,9 +495,9 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     xs = inputs.reshape(-1, seq_len).split(micro_batch)
     ys = targets.reshape(-1, seq_len).split(micro_batch)
 
-    # The loss is the mean over the targets of the global batch that are not -1. The model returns a
-    # micro-batch's mean: weight it by its share of the targets. DDP and FSDP then average over the
-    # ranks instead of adding up, so that the share is one of the targets per rank
+    # The loss is the mean over the global batch's targets that are not -1: the mean of each
+    # micro-batch, times its targets / all targets. DDP and FSDP average gradients over the ranks
+    # instead of adding them, so divide by the targets per rank
     n_targets = sum_over_ranks((targets >= 0).sum()).clamp(min=1)
     targets_per_rank = n_targets / dist_ctx.world_size
 
@@ -514,8 +511,8 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
 
-    # Norm of the gradients, for the log; clipping. On a single CPU rank, that of the n-grams is
-    # sparse: coalesce_gradients adds up repeated rows, grad_values returns the rows
+    # Gradient norm, for the log and clipping. The n-grams' gradient may be sparse (see build):
+    # coalesce_gradients adds up repeated rows, grad_values returns the rows
     state.scaler.unscale_(optimizer)
     params = [p for p in state.raw_model.parameters() if p.grad is not None]
     coalesce_gradients(params)
@@ -548,8 +545,8 @@ def evaluate(
     """Mean loss over --eval_tokens validation tokens, the same on any number of ranks.
 
     Returns it in nats per target and in bits per byte of the targets, which is nan if the
-    tokenizer is unknown. Returns None once should_stop() is true: after a signal little time may
-    be left. It asks all ranks, so each calls it once per batch.
+    tokenizer is unknown. Returns None if should_stop() is true: after a signal little time may be
+    left. should_stop asks all ranks, so every rank calls it once per batch.
     """
     cfg, dist_ctx = state.cfg, state.dist_ctx
     batches = stream.eval_batches(
@@ -575,9 +572,9 @@ def evaluate(
 
 
 def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
-    """Continue the last evaluated sequence, or its final 512 tokens.
+    """Continue the last evaluated sequence, of which the model reads 512 tokens at most.
 
-    Returns the end of these tokens, ">>>", and the continuation.
+    Returns the end of that sequence, ">>>", and the continuation.
     """
     prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))
     with state.evaluating() as model:
@@ -663,7 +660,7 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
             if stop in ("signal", "diverged"):
                 break
 
-            # Once in a while, and before fine-tuning: evaluate, unless a resumed run did so here
+            # Evaluate when due, at the end, and before fine-tuning; not again after a resume
             is_eval_due = is_due(cfg.eval_every, step) or (step == 0 and cfg.init_from)
             if (stop or is_eval_due) and step != run.log.last_eval_step:
                 with run.clock.timing_evaluation():
@@ -694,7 +691,7 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
             if on_step:
                 on_step(state, loss)
 
-    # An evaluation can end the run at a step without a checkpoint: save one. No-op if there is one
+    # Save this step if it has no checkpoint: an evaluation ended the run, or a save failed
     save_checkpoint(run, is_last=True)
     return stop
 

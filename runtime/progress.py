@@ -135,8 +135,8 @@ def agree_on_status(run: Run) -> Status:
 def reason_to_stop(status: Status, run: Run) -> str:
     """Return the strongest reason to end the run at this step; "" if there is none."""
     cfg = run.state.cfg
-    # A step is made before anything but completion ends the run, so that a job that is restarted
-    # often still progresses
+    # A step is made before these end the run, so that a job that is restarted often progresses,
+    # unless an evaluation that is due comes first
     has_trained = run.state.step > run.first_step
     reasons = {
         "signal": has_trained and status.is_signaled,
