@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_map_with_path
+from torch.utils._pytree import tree_map_with_path
 
 from common.errors import RunError, UserError, is_out_of_memory
 from common.files import atomic_write
@@ -163,8 +163,10 @@ def load_optimizer(
     for number, p in enumerate(params):
         state = dict(checkpoint["optimizer"][names[p]])
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim():
-                state[key] = shard_like(value.clone(), p)  # no longer mapped from the file
+            if isinstance(value, Tensor):
+                state[key] = value.clone()  # no longer mapped from the file
+                if value.dim():
+                    state[key] = shard_like(state[key], p)
                 if value.shape != p.shape:  # for example a number per row: a plain tensor
                     state[key] = to_local(state[key])
         states[number] = state
@@ -217,7 +219,8 @@ def save_checkpoint(run: Run, is_last: bool = False) -> None:
     checkpoint["optimizer_groups"] = whole_tensors(groups, "param_groups")
 
     failed = run_on_rank0(lambda: write_file(path, checkpoint, run))
-    run.saved_at_s = run.clock.process_time
+    run.tried_at_s = run.clock.process_time
+    run.tried_step = state.step
     if failed and is_last:
         raise RunError(failed, printed=run.dist_ctx.rank > 0)
     if failed:
@@ -319,17 +322,20 @@ def whole_tensors(values: Any, name: str, param: Tensor | None = None) -> Any:
     belong as optimizer state. Raises UserError for values of types that a checkpoint cannot hold.
     """
 
-    def whole(path: tuple, value: Any) -> Any:
-        if isinstance(value, np.generic):  # such as float64, which is a float
-            value = value.item()
-        if isinstance(value, Tensor):
-            full = state_to_full(value.detach(), param)
-            return full.cpu() if get_rank() == 0 else None
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise UserError(
-            f"{name}{keystr(path)} is a {type(value).__name__}; a checkpoint holds tensors, "
-            "numbers, texts, lists, dicts"
-        )
-
-    return tree_map_with_path(whole, values)
+    if isinstance(values, np.generic):  # such as float64, which is a float
+        values = values.item()
+    kind = type(values)
+    if isinstance(values, Tensor):
+        full = state_to_full(values.detach(), param)
+        return full.cpu() if get_rank() == 0 else None
+    if values is None or kind in (bool, int, float, str):
+        return values
+    # Only what torch.load accepts with weights_only=True: no deque, no defaultdict
+    if kind in (list, tuple):
+        return kind(whole_tensors(v, f"{name}[{i}]", param) for i, v in enumerate(values))
+    if kind is dict and all(type(key) in (int, str) for key in values):
+        return {key: whole_tensors(v, f"{name}[{key!r}]", param) for key, v in values.items()}
+    raise UserError(
+        f"{name} is a {kind.__name__}; a checkpoint holds tensors, numbers, texts, lists, and "
+        "dicts whose keys are texts or integers"
+    )

@@ -44,7 +44,7 @@ def check_flags(cfg: Config) -> None:
     # What is wrong, and what to say then
     for is_wrong, sentence in (
         (
-            needs_folder and not {"out_dir", "resume"} & set(cfg.given),
+            needs_folder and "out_dir" not in cfg.given and cfg.resume in ("", "auto"),
             "torchrun --max-restarts needs a folder to resume from; give --out_dir",
         ),
         (

@@ -232,7 +232,8 @@ class Log:
         words += [f"{name} {value:.4g}" for name, value in metrics.items()]
         self.info(" | ".join(words))
 
-        row = dict(step=state.step, tokens=state.tokens) | values | metrics
+        row = dict(step=state.step, tokens=state.tokens) | values
+        row = row | metrics | row  # a metric of this name replaces none of them
         row["train_time_s"] = self.clock.train_time
         row["wall_time_s"] = self.clock.wall_time
         if self.metrics:

@@ -123,10 +123,10 @@ def agree_on_status(run: Run) -> Status:
     if cfg.minutes:
         progress = max(time_progress(run), fraction_of_epochs(run))
     is_time_up = cfg.max_minutes > 0 and seconds >= 60 * cfg.max_minutes
-    if cfg.save_every:
-        is_save_due = step > 0 and step % cfg.save_every == 0
+    if cfg.save_every:  # also if the step that was due has been skipped
+        is_save_due = step // cfg.save_every > run.tried_step // cfg.save_every
     else:
-        is_save_due = seconds - run.saved_at_s >= SAVE_EVERY_S
+        is_save_due = seconds - run.tried_at_s >= SAVE_EVERY_S
     own = [progress, run.is_asked_to_stop(), is_time_up, is_save_due]
     progress, *flags = max_over_ranks(own)
     return Status(progress, *map(bool, flags))
@@ -225,7 +225,7 @@ def time_left(run: Run) -> float:
     steps_left = n_steps - step
     n_evaluations = 1.0
     if cfg.eval_every != "end":
-        n_evaluations += steps_left // cfg.eval_every
+        n_evaluations += (math.ceil(n_steps) - 1) // cfg.eval_every - (step - 1) // cfg.eval_every
     # While most of the newest steps had short sequences, those with whole ones will take longer
     if cfg.short_frac and step < cfg.short_frac * n_steps + 10:
         steps_left += (LONG_STEP - 1) * min(steps_left, (1 - cfg.short_frac) * n_steps)

@@ -130,7 +130,7 @@ def closing_lines(run: Run, summary: dict[str, Any]) -> list[str]:
     folder = shlex.quote(str(run.folder))
     resume = f"python train_gpt.py --out_dir {folder} --resume"
     lines = []
-    if run.state.step == run.first_step and stopped_by in COMPLETE:
+    if run.state.step == run.first_step > 0 and stopped_by in COMPLETE:
         lines = ["the run was complete: nothing was left to train"]
     lines += [
         f"stopped by {stopped_by} at step {summary['step']}: "

@@ -65,7 +65,9 @@ class Run:
         self.first_step = 0  # of this start
         self.bad_steps = 0  # in a row, skipped because of their gradient
         self.saved_step = -1  # of the newest checkpoint
-        self.saved_at_s = 0.0  # of this process
+        # Of the newest attempt to save one, in this start
+        self.tried_step = 0
+        self.tried_at_s = 0.0
         self.best_val_loss = math.inf  # of ckpt_best.pt
         self.profiler: torch.profiler.profile | None = None
 
@@ -107,6 +109,7 @@ class Run:
                 with atomic_write(self.folder / VOCABULARY_FILE) as file:
                     file.write(stream.vocabulary.encode())
         self.first_step = state.step
+        self.tried_step = state.step
         self.log.begin(self)
         self.has_begun = True
         losses = losses_so_far(self)

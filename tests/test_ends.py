@@ -1,5 +1,6 @@
 """What is left when a run ends, however it ends, and what the next start makes of it."""
 
+import collections
 import math
 
 import numpy as np
@@ -10,7 +11,7 @@ import train_gpt
 from common.errors import RunError, UserError
 from conftest import TINY, final, rows, tiny_run
 from runtime import checkpoint as checkpoint_module
-from runtime.checkpoint import read_checkpoint
+from runtime.checkpoint import read_checkpoint, whole_tensors
 from train_gpt import make_config, train
 
 
@@ -124,4 +125,8 @@ def test_skipped_last_steps_and_numpy_numbers_are_saved(data, tmp_path, monkeypa
     monkeypatch.setattr(train_gpt, "train_step", last_is_skipped)
     tiny_run(tmp_path / "run", data=data, max_steps=4)
     saved = read_checkpoint(tmp_path / "run" / "ckpt_4.pt")
+    # What could be saved and not loaded is refused
+    for value in (collections.deque([1]), {np.int64(3): 1.0}, collections.defaultdict(int)):
+        with pytest.raises(UserError, match=r"extra\['a'\] is a (deque|dict|defaultdict);"):
+            whole_tensors(dict(a=value), "state.extra")
     assert (saved["extra"], saved["optimizer_groups"][0]["betas_of_mine"]) == ({"mine": 2.0}, 0.5)

@@ -221,9 +221,9 @@ def test_the_time_left_ends_with_the_epochs_of_minutes():
     # Six epochs are 60 steps, of which 18 have whole sequences
     assert left(minutes=9.0) == pytest.approx(40 + 0.7 * 18 + 3)
     assert left(minutes=0.5) == 20
-    flags = dict(max_steps=100, eval_every=30)
-    assert left(short_frac=0.1, **flags) == 80 + 3 * 3
-    assert left(short_frac=0.15, **flags) == pytest.approx(1.7 * 80 + 3 * 3)  # the switch is near
+    flags = dict(max_steps=100, eval_every=30)  # at 30, 60, 90 and 100
+    assert left(short_frac=0.1, **flags) == 80 + 4 * 3
+    assert left(short_frac=0.15, **flags) == pytest.approx(1.7 * 80 + 4 * 3)  # the switch is near
 
 
 @pytest.fixture
