@@ -571,14 +571,14 @@ def evaluate(
     return val_loss.item(), val_bpb.item()
 
 
-def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
+def sample_text(state: TrainState, stream: TokenStream) -> str:
     """Continue the last evaluated sequence, of which the model reads 512 tokens at most.
 
     Returns the end of that sequence, ">>>", and the continuation.
     """
     prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))
     with state.evaluating() as model:
-        return sample_continuation(model, prompt, stream.tokenizer, n_tokens, seed=state.cfg.seed)
+        return sample_continuation(model, prompt, stream.tokenizer, 256, seed=state.cfg.seed)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from data.shards import recorded_hashes
 from model import get_spec
 from ops.recompute import activation_budget
 from runtime.device import device_summary
+from runtime.progress import losses_so_far
 from runtime.sizes import max_epochs
 
 if TYPE_CHECKING:
@@ -97,7 +98,6 @@ def summarize(run: Run, stopped_by: str) -> dict[str, Any]:
     state, stream, clock = run.state, run.stream, run.clock
     evaluations = run.log.evaluations
     last = evaluations[-1] if evaluations else dict(val_loss=math.nan, val_bpb=math.nan)
-    losses = [row["val_loss"] for row in evaluations]
     reached = [row for row in evaluations if row["val_loss"] <= state.cfg.target_val_loss]
     target_reached = None
     if reached:
@@ -108,7 +108,7 @@ def summarize(run: Run, stopped_by: str) -> dict[str, Any]:
             step=state.step,
             val_loss=last["val_loss"],
             val_bpb=last["val_bpb"],
-            best_val_loss=min(filter(math.isfinite, losses), default=math.nan),
+            best_val_loss=min(losses_so_far(run), default=math.nan),
             target_reached=target_reached,
             tokens=state.tokens,
             tokens_per_s=state.tokens / max(clock.train_time, 1e-9),
