@@ -74,7 +74,7 @@ def make_data(folder: Path, eot: bool = True, seed: int = 0) -> Path:
     text = b"".join(words[i] for i in rng.integers(0, 50, 9000))
     tokens = np.concatenate(([256], np.frombuffer(text, dtype=np.uint8))).astype(np.uint16)
     tokens[::97] = 256 if eot else 32
-    tokens[40::97] = ord("=")  # what follows is an answer (docs/edits/loss-on-answers-alone.diff)
+    tokens[40::97] = ord("\n")  # what follows is an answer (docs/edits/loss-on-answers-alone.diff)
     parts = {
         "a_train_0.bin": tokens[:11111],
         "a_train_1.bin": tokens[11111:29000],

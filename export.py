@@ -224,7 +224,7 @@ def export(path: Path, kind: str, out: Path, dtype: str = "fp32") -> None:
         raise UserError(f"--dtype {dtype} is for --to safetensors; remove it")
     checkpoint = with_eval_weights(read_checkpoint(path))
     cfg = model_config(checkpoint, GPTConfig, path)
-    model = GPT(cfg, eot=document_token(checkpoint))
+    model = GPT(cfg, eot=document_token(checkpoint), seed=None)
     load_weights(model, checkpoint, path)
     out.parent.mkdir(parents=True, exist_ok=True)
     # The exporters print warnings about their own packages

@@ -272,6 +272,7 @@ class GPT(nn.Module):
     eot: the end-of-text token, which precedes each document; if given, documents are masked from
         each other
     ngram_dropout: probability of dropping an n-gram's embedding in training
+    seed: of the initial values (init_weights); None leaves them to a checkpoint
     """
 
     def __init__(
@@ -282,6 +283,7 @@ class GPT(nn.Module):
         attn_backend: str = "sdpa",
         eot: int | None = None,
         ngram_dropout: float = 0.0,
+        seed: int | None = 0,
     ):
         super().__init__()
         self.cfg = cfg
@@ -301,6 +303,9 @@ class GPT(nn.Module):
             self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
+
+        if seed is not None:  # at the end, because it needs every parameter
+            init_weights(self, seed)
 
     @property
     def device(self) -> torch.device:
@@ -409,6 +414,17 @@ class GPT(nn.Module):
             chunk=self.loss_chunk,
             compiled=self.compiled_loss,
         )
+
+    def generate(self, idx: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+        """Sample tokens after idx, integer (B, T): returns int64 (B, T + max_new_tokens).
+
+        options: of inference.generation.generate, such as temperature. Call eval() first.
+        """
+        from inference.generation import generate  # which imports this file
+
+        options = dict(vocab_size=self.cfg.vocab_size) | options
+        tokens = generate(self, idx, n_tokens=max_new_tokens, **options)
+        return torch.cat((idx, torch.stack(list(tokens), dim=1)), dim=1)
 
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token: of matmuls with weights, and of attention."""

@@ -85,7 +85,7 @@ def load(
     trained_in = checkpoint["config"].get("dtype")
     dtype = DTYPES[faster_dtype(dtype_name, device, cfg.n_embd, trained_in)]
     with torch.device(device):
-        model = GPT(cfg, dtype, loss_chunk=2048, eot=document_token(checkpoint))
+        model = GPT(cfg, dtype, loss_chunk=2048, eot=document_token(checkpoint), seed=None)
         if any(name.endswith("_int8") for name in checkpoint["model"]):
             quantize(model)
     load_weights(model, with_eval_weights(checkpoint), path)

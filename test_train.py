@@ -174,7 +174,7 @@ def prepare_for_ranks(patch: pytest.MonkeyPatch, in_eval_mode: bool) -> None:
 
     in_eval_mode: for a model that draws random numbers in training.
     """
-    init_weights, batch_of, forward = train_gpt.init_weights, train_gpt.get_batch, GPT.forward
+    init_weights, batch_of, forward = model_page.init_weights, train_gpt.get_batch, GPT.forward
 
     def init_and_add_noise(model, *args):
         init_weights(model, *args)
@@ -196,7 +196,7 @@ def prepare_for_ranks(patch: pytest.MonkeyPatch, in_eval_mode: bool) -> None:
 
     if in_eval_mode:
         stay_in_eval_mode(patch)
-    patch.setattr(train_gpt, "init_weights", init_and_add_noise)
+    patch.setattr(model_page, "init_weights", init_and_add_noise)
     patch.setattr(train_gpt, "get_batch", some_targets)
     patch.setattr(GPT, "forward", of_valid_tokens)
 

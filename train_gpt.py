@@ -35,7 +35,7 @@ from common.errors import exit_process, run_command
 from common.values import derive_seed
 from data.stream import TokenStream
 from inference.generation import sample_continuation
-from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
+from model import GPT, GPTConfig, Optimizer, optimizer_groups
 from ops.attention import ATTENTION_BACKENDS
 from ops.compile import apply_compile
 from ops.fp8 import apply_fp8
@@ -356,7 +356,7 @@ def build(
     start: the checkpoint that the weights come from.
     """
     # The model
-    torch.manual_seed(cfg.seed)  # for parameters of your own, which init_weights may leave alone
+    torch.manual_seed(cfg.seed)  # for parameters of your own, which PARAM_TABLE may leave alone
     with dist_ctx.device:
         raw_model = GPT(
             gpt_config(cfg, stream.vocab_size),
@@ -365,8 +365,8 @@ def build(
             attn_backend=cfg.attn,
             eot=stream.eot if cfg.doc_mask else None,
             ngram_dropout=cfg.ngram_dropout,
+            seed=cfg.seed,
         )
-    init_weights(raw_model, cfg.seed)
     if start:
         start.load_weights(raw_model)
 

@@ -41,7 +41,9 @@ def differing_flags(folders: list[Path]) -> list[str]:
     for flags in starts:
         others = [other for other in starts if other]
         names = [name for name in flags if any(flags[name] != other.get(name) for other in others)]
-        texts.append(" ".join(f"--{name} {flags[name]}" for name in names if name in given))
+        # An empty one, such as --init_from, was not given to this run
+        names = [name for name in names if name in given and flags[name] != ""]
+        texts.append(" ".join(f"--{name} {flags[name]}" for name in names))
     return texts
 
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 
 from common.errors import UserError
@@ -75,11 +76,15 @@ SOURCE_FILES = find_sources(REPO)
 
 
 def run_sources() -> dict[str, Path]:
-    """Find SOURCE_FILES, and every other module of the repository that is loaded."""
+    """Find SOURCE_FILES, and every other module of the repository that is loaded.
+
+    Installed packages are left out, wherever their folder is.
+    """
     sources = dict(SOURCE_FILES)
+    installed = {Path(str(found.locate_file(""))).resolve() for found in distributions()} - {REPO}
     for module in list(sys.modules.values()):
         file = Path(getattr(module, "__file__", None) or "")
-        is_ours = file.is_relative_to(REPO) and "site-packages" not in file.parts
+        is_ours = file.is_relative_to(REPO) and installed.isdisjoint(file.parents)
         if is_ours and file.is_file():
             sources.setdefault(file.relative_to(REPO).as_posix(), file)
     return sources

@@ -202,11 +202,17 @@ def test_a_table_and_a_picture_of_runs(data, tmp_path):
         tiny_run(folder, data=data, seed=seed, n_embd=width)
     with open(b / "metrics.jsonl", "a") as file:
         file.write('{"step": 30, "val')  # torn
+    log = b / "log.txt"
+    text = log.read_text().replace('"init_from": ""', '"init_from": "x"', 1)
+    log.write_text(text.replace('"given": [', '"given": ["init_from", '))
     rows = measured(tmp_path, "compare", f"{a} {b}")["compare"]
     summary = json.loads((b / "summary.json").read_text())
     keys = ("val_loss", "val_bpb", "step", "tokens", "train_time_s", "machine")
     assert {key: rows[2][key] for key in keys} == {key: summary[key] for key in keys}
-    assert [row["flags"] for row in rows[1:]] == ["--seed 1 --n_embd 32", "--seed 0 --n_embd 64"]
+    assert [row["flags"] for row in rows[1:]] == [
+        "--seed 1 --n_embd 32",
+        "--init_from x --seed 0 --n_embd 64",
+    ]
 
     pytest.importorskip("matplotlib")
     command = f"plot {a} {b} --x tokens --target 1.4697".split()

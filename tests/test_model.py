@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model
 import sample
-import train_gpt
 from common.errors import run_command
 from conftest import (
     assert_weights_equal,
@@ -31,7 +30,7 @@ from inference import decode, int8
 from inference.decode import Repeats, compile_decode_step, decode_step, sample_token
 from inference.generation import NO_CACHE, KVCache, cache_is_exact, generate
 from inference.int8 import quantize, round_to_int8
-from model import GPT, attention, cross_entropy, may_attend
+from model import GPT, GPTConfig, attention, cross_entropy, may_attend
 from ops.attention import attention_mask
 from ops.compile import apply_compile
 from ops.cross_entropy import FusedCrossEntropy, bounded_cross_entropy
@@ -134,6 +133,14 @@ def test_model_against_its_description(shape):
     assert gpt(idx, targets.fill_(-1)).item() == 0
 
 
+def test_a_new_model_gives_all_tokens_the_same_probability():
+    new = GPT(GPTConfig(vocab_size=70, seq_len=24, n_layer=3, n_head=2, n_embd=32, ngram=2))
+    assert new(tokens(), tokens(seed=1)).item() == pytest.approx(math.log(70))
+    trained = random_gpt(std=0.2).eval()
+    text = trained.generate(tokens()[:, :9], 5, temperature=0)
+    assert torch.equal(text[:, 9:], trained(text)[:, 8:-1].argmax(-1))
+
+
 def test_flops_against_a_counter():
     for window, attended in (("L", 12.5), ("S:5", (1 + 2 + 3 + 4 + 20 * 5) / 24)):
         gpt, idx = random_gpt(window=window), torch.zeros((1, 24), dtype=torch.int64)
@@ -234,7 +241,7 @@ def test_ngrams_end_at_documents():
 @pytest.mark.parametrize("window, head", [("L", 2), ("SL:8", 1), ("S:8", 2)])
 def test_a_layer_starts_by_looking_for_what_followed(window, head, monkeypatch):
     found, gpt = [], random_gpt(n_embd=64, window=window)
-    train_gpt.init_weights(gpt, seed=0)
+    model.init_weights(gpt, seed=0)
 
     def watch(q, k, v, *_):
         free = slice(gpt.cfg.rotary_dim, None)  # dimensions that are not rotated

@@ -56,7 +56,8 @@ def test_the_notebook_of_the_docs(plain, capsys):
     code = re.findall("```python\n(.*?)```", text, re.DOTALL)[-1]
     names = dict(run=plain)  # a pathlib.Path
     exec(code.replace('"runs/mine"', "run"), names)
-    assert names["logits"].shape[:2] == (1, 4) and len(capsys.readouterr().out) > 40
+    assert names["logits"].shape[:2] == (1, 4) and len(names["text"]) == 50
+    assert len(capsys.readouterr().out) > 40
 
 
 def test_a_closed_console_is_no_error(noisy, monkeypatch):

@@ -27,7 +27,7 @@ COPIED = "common train_gpt.py model.py ops inference sample.py export.py data ru
 FLAGS = TINY | dict(
     micro_batch=16, loss_chunk=0, ngram=3, ngram_rows=512, max_steps=4, save_every=2, keep="all"
 )
-EQUALS, EOT = 61, 256
+NEWLINE, EOT = 10, 256
 BASE = "base/ckpt_4.pt"
 
 
@@ -46,7 +46,7 @@ def answers(x, y):
     for i, row in enumerate(x.tolist()):
         in_answer = False
         for t, token in enumerate(row):
-            in_answer = token == EQUALS or in_answer and token != EOT
+            in_answer = token == NEWLINE or in_answer and token != EOT
             y[i, t] = y[i, t] if in_answer else -1
     return y
 
@@ -247,7 +247,12 @@ CASES = {
     "metric": Case(holds=figure_is_logged),
 }
 # The others: 10
-MOST_LINES = {"student-of-the-model": 19, "grouped-queries": 13, "mixture-of-sources": 35}
+MOST_LINES = {
+    "student-of-the-model": 19,
+    "grouped-queries": 13,
+    "loss-on-answers-alone": 13,
+    "mixture-of-sources": 35,
+}
 # Of the run that is compared, 4 for the others: draws differ between micro-batches, and answers are
 # in some of them only
 MICRO_BATCH = {"dropout": 16, "loss-on-answers-alone": 1}
@@ -301,7 +306,8 @@ def trained(ours, folder: Path, case: Case | None = None, **flags) -> SimpleName
         run.after.append(copy.deepcopy(dict(state.raw_model.named_parameters())))
         return result
 
-    page.sample_text, page.init_weights, page.train_step = (lambda *_: ""), noise, train_step
+    page.sample_text, page.train_step = (lambda *_: ""), train_step
+    page.init_weights = ours.model.init_weights = noise
     with contextlib.redirect_stdout(io.StringIO()) as said:
         page.train(page.make_config(**FLAGS | flags, out_dir=str(folder)))
     page.train_step = step
