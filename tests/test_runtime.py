@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -51,6 +52,7 @@ from ops.parallel import to_local
 from runtime import checkpoint as checkpoint_module
 from runtime import progress as progress_module
 from runtime import run as run_module
+from runtime import run_folder
 from runtime.checkpoint import list_checkpoints, read_checkpoint
 from runtime.log import SECTION
 from runtime.progress import MAX_BAD_STEPS, Status, reason_to_stop, time_left, time_progress
@@ -882,3 +884,14 @@ def test_killed_runs_end_as_if_nothing_had_been(world, data, tmp_path):
 
 if __name__ == "__main__":
     ranks_script(Path(sys.argv[1]), sys.argv[2])
+
+
+def test_installed_packages_are_not_sources_of_a_run(tmp_path, monkeypatch):
+    for path in ("mine.py", "packages/installed.py", "packages/installed-1.dist-info/METADATA"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("Name: installed")
+        monkeypatch.syspath_prepend((tmp_path / path).parent)
+    monkeypatch.setattr(run_folder, "REPO", tmp_path)
+    for name in ("mine", "installed"):
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+    assert run_folder.run_sources().keys() - SOURCE_FILES.keys() == {"mine.py"}

@@ -248,7 +248,7 @@ CASES = {
 }
 # The others: 10
 MOST_LINES = {
-    "student-of-the-model": 19,
+    "student-of-the-model": 20,
     "grouped-queries": 13,
     "loss-on-answers-alone": 13,
     "mixture-of-sources": 35,
