@@ -889,7 +889,7 @@ if __name__ == "__main__":
 def test_installed_packages_are_not_sources_of_a_run(tmp_path, monkeypatch):
     for path in ("mine.py", "packages/installed.py", "packages/installed-1.dist-info/METADATA"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("Name: installed")
+        (tmp_path / path).touch()
         monkeypatch.syspath_prepend((tmp_path / path).parent)
     monkeypatch.setattr(run_folder, "REPO", tmp_path)
     for name in ("mine", "installed"):
