@@ -10,16 +10,16 @@ experiment compare an edit with a base: losses, the time to an equal loss, and a
            the folder of an edited checkout (docs/changing.md). --final: on validation tokens
            that no other experiment reads
 compare RUN... a table of runs: losses, steps, time, machine, and the flags that differ
-plot RUN... a picture of the losses of runs and records, in the folder of the first, or of a ledger:
+plot RUN... or LEDGER.tsv: a picture of losses, in the first run's folder, or beside the ledger:
            [--x ...] [--y ...] [--log] [--target LOSS]... [--label NAME]... [--title TEXT]
            [--out FILE]
 record DIR check a folder of records/ against the rules of its track; --pack HEAD replaces its runs'
-           source/ folders by source.patch (a commit and a diff); --rerun SEED executes its source
-           to repeat that seed (on --data DIR), in its folder
+           source/ folders by source.patch (a commit and a diff); --rerun SEED trains that seed
+           again with the record's source (on --data DIR), into rerun_SEED
 
 On one core of a busy AMD EPYC, with the preset laptop, the ladder takes 13 minutes, --cases
-attention 3, --cases memory 2, one --flags 1. experiment and --rerun take as long as their runs.
-The others take seconds.
+attention takes 3, --cases memory 2, each --flags 1. experiment and --rerun take as long as their
+runs, the others seconds.
 
 A step is the trainer's own train_step. Compared cases run in their own processes, interleaved
 (A B A B); figures are medians (min-max). Trainer flags apply to all cases; on a GPU the default

@@ -253,7 +253,7 @@ def main(argv: list[str]) -> None:
         metavar="FILE",
         help="file (hf: folder) to write; must not exist yet",
     )
-    add("--dtype", default="fp32", choices=DTYPES, help="of the weights, for safetensors")
+    add("--dtype", default="fp32", choices=DTYPES, help="of the weights, for safetensors [fp32]")
     add("--best", action="store_true", help="use the best evaluation's weights, not the newest")
     args = parser.read(argv)
     export(find_file(args.run, args.best), args.to, Path(args.out), args.dtype)

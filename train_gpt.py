@@ -134,8 +134,8 @@ class Config:
     # model
     params: int = flag(
         0,
-        "size in parameters of blocks, such as 10M, with its batch and steps; 0: by --n_layer and "
-        "so on; auto: by --minutes",
+        "parameters in blocks, such as 10M: chooses shape, batch and steps; 0: use --n_layer and "
+        "so on; auto: chosen for --minutes",
         auto=True,
     )
     n_layer: int = flag(12, "transformer blocks", min=1)
@@ -143,7 +143,9 @@ class Config:
     n_embd: int = flag(768, "width", min=1)
     seq_len: int = flag(1024, "context length in tokens", min=1)
     window: str = flag(
-        "L", "pattern of layers: L full, S sliding over seq_len / 4 tokens; SSSL:256: S over 256"
+        "L",
+        "pattern of layers: L full, S sliding over seq_len / 4 tokens, or over N with :N, as in "
+        "SSSL:256",
     )
     vocab_size: int = flag(None, "rows of embedding and head; auto: the tokenizer's, padded", min=1)
     # N-grams: an embedding for the newest 2, 3, ... tokens, looked up by hash
@@ -155,11 +157,20 @@ class Config:
     softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
     loss_chunk: int = flag(None, "tokens per chunk of head and loss; 0: all at once")
     # optimizer
-    optimizer: str = flag("muon", "muon: Muon for matrices, Adam for the rest", ("muon", "adamw"))
+    optimizer: str = flag(
+        "muon",
+        "muon: Muon for matrices in blocks, RMSprop for n-grams, Adam for the rest",
+        ("muon", "adamw"),
+    )
     muon_lr: float = flag(
         None, "learning rate of Muon; auto: 0.02 (5,000 / max_steps)^0.16", min=1e-9
     )
-    adam_lr: float = flag(None, "learning rate of Adam; auto: 0.006 (768 / n_embd)^0.4", min=1e-9)
+    adam_lr: float = flag(
+        None,
+        "learning rate of Adam and RMSprop; auto: 0.006 (768 / n_embd)^0.4, with adamw 0.002 "
+        "(768 / n_embd)^0.75",
+        min=1e-9,
+    )
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
     embed_decay: float = flag(
         None,
@@ -177,13 +188,14 @@ class Config:
     minutes: float = flag(
         0.0,
         "end after N minutes, compiling and evaluating included, with a schedule that ends then; "
-        "0 disables",
+        "earlier after 5 epochs (of bytes: 6; with --init_from by its rule); 0 disables",
     )
     max_minutes: float = flag(0.0, "pause after N minutes, to --resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
     patience: int = flag(
         None,
-        "stop after N evaluations without a lower loss, after the first epoch; auto: by epochs",
+        "stop after N evaluations without a lower loss, after the first epoch; auto: 5 in runs of "
+        "more than 10 epochs (of bytes: 12), 3 with --init_from, otherwise 0: never",
     )
     short_frac: float = flag(
         0.0, "fraction of the steps, at the beginning, with sequences of seq_len / 8"
@@ -191,7 +203,9 @@ class Config:
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
     # systems
-    compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
+    compile: str = flag(
+        "off", "torch.compile of blocks and loss; bare: default", COMPILE_MODES, const="default"
+    )
     dtype: str = flag(
         "auto",
         "of activations and matmuls; auto: bf16 if faster, otherwise fp32",
@@ -202,8 +216,8 @@ class Config:
     attn: str = flag("auto", "attention backend (fa3, fa4: untested)", ATTENTION_BACKENDS)
     checkpointing: str = flag(
         "auto",
-        "of activations: none, selective, full, or the fraction to keep; auto: on GPUs with ddp, "
-        "as much as --micro_batch auto needs",
+        "recompute activations: none, selective, full, or 0.3: keep 30 % (with --compile); auto: "
+        "none, but on GPUs with ddp what --micro_batch auto needs",
     )
     offload: str = flag(
         "none",
@@ -241,7 +255,7 @@ class Config:
         "end", "steps between text samples; end: only at the end", ("end",), min=1
     )
     log_every: int = flag(10, "steps between log lines", min=1)
-    profile: int = flag(0, "steps to profile; writes a trace to out_dir", const="5")
+    profile: int = flag(0, "steps to profile (bare: 5); writes a trace to out_dir", const="5")
     wandb: bool = flag(False, "also log to Weights & Biases")
 
     # Names of the flags that the user set, or a checkpoint: automatic choices leave those alone

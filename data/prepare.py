@@ -1,10 +1,11 @@
 """Prepare token shards: `python data/prepare.py SOURCE`.
 
-SOURCE: python, shakespeare, wikitext2, wikitext103, fineweb10B, or files PATH...
+SOURCE: python, shakespeare, wikitext2, wikitext103, fineweb10B, hellaswag, or files PATH...
 
 data/corpus.py turns files into documents, and data/shards.py describes the folder that is made. A
-complete folder is left unchanged; it is refused if it was made with other options or from other
-texts. If a run was stopped, the same command resumes its downloads.
+complete folder is left unchanged (fineweb10B: missing shards are added); it is refused if it was
+made with other options or from other texts. If a run was stopped, the same command resumes its
+downloads.
 """
 
 import argparse
@@ -436,12 +437,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--out",
-        help="the folder to make (default: data/ and the name of source or file, with that of a "
-        "--tokenizer that is not the source's own)",
+        help="the folder to make (default: data/NAME of the source or file, and _TOKENIZER if it is "
+        "not the source's)",
     )
     add(
         "--tokenizer",
-        help="gpt2, bytes, bpe (trained on the text), integers:N, or a folder with a vocabulary",
+        help="gpt2, bytes, bpe (trained on the text), integers:N, or a folder with a vocabulary "
+        "(default: of files by size, bytes or bpe; otherwise the source's)",
     )
     add(
         "--vocab_size",

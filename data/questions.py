@@ -1,4 +1,4 @@
-"""Read multiple-choice questions, HellaSwag's or your own (docs/data.md describes the format)."""
+"""Read multiple-choice questions, HellaSwag's or your own (docs/using.md describes the format)."""
 
 import json
 from pathlib import Path
