@@ -437,8 +437,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--out",
-        help="the folder to make (default: data/NAME of the source or file, and _TOKENIZER if it is "
-        "not the source's)",
+        help="the folder to make (default: data/NAME of the source or file, and _TOKENIZER if it "
+        "is not the source's)",
     )
     add(
         "--tokenizer",
