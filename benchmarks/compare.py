@@ -8,6 +8,8 @@ from benchmarks.harness import Bench, table
 from common.errors import UserError
 from runtime.log import SECTION, read_rows
 
+# Flags whose values are often chosen by others, such as --minutes
+SIZES = {"n_layer", "n_embd", "seq_len", "batch_tokens", "ngram", "max_steps"}
 KEYS = ("val_loss", "val_bpb", "step", "tokens", "train_time_s")
 IN_THE_LOG = dict(parameters=r"([\d,]+) parameters", machine=r"^device: (.+?), \w+, compile")
 
@@ -30,19 +32,19 @@ def read_log(folder: Path) -> str:
 
 
 def differing_flags(folders: list[Path]) -> list[str]:
-    """Return, for each run, the flags that differ between the runs and that a user has given."""
+    """Return, for each run, its sizes and the flags given by the user that differ between runs."""
     starts = []  # the flags of each run's first start, {} if there is no log
     for folder in folders:
         found = re.search(rf"^{SECTION} run\n(.*)", read_log(folder), re.MULTILINE)
         starts.append(json.loads(found[1]) if found else {})
     given = set().union(*(flags.get("given", ()) for flags in starts))
-    given -= {"out_dir", "resume"}
+    shown = (given | SIZES) - {"out_dir", "resume"}
     texts = []
     for flags in starts:
         others = [other for other in starts if other]
         names = [name for name in flags if any(flags[name] != other.get(name) for other in others)]
         # An empty one, such as --init_from, was not given to this run
-        names = [name for name in names if name in given and flags[name] != ""]
+        names = [name for name in names if name in shown and flags[name] != ""]
         texts.append(" ".join(f"--{name} {flags[name]}" for name in names))
     return texts
 

@@ -69,11 +69,13 @@ def shard_paths(folder: Path, split: str) -> list[Path]:
     shards = sorted(path for path in folder.glob("[!.]*.bin") if is_of_split(path.name))
     if not shards:
         found = f"there is no folder {folder}"
-        if folder.is_dir():
+        if folder.is_file():
+            found = f"{folder} is a file"
+        elif folder.is_dir():
             found = f"{folder} has no shards *{split}*.bin"
         raise UserError(
-            f"{found}; expected a folder that `python data/prepare.py SOURCE` made, such as "
-            "data/shakespeare"
+            f"{found}; expected a folder that data/prepare.py made (`python data/prepare.py "
+            "shakespeare` makes data/shakespeare, `files PATH` takes your own text)"
         )
     return shards
 

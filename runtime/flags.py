@@ -46,7 +46,7 @@ OTHER_NAMES = {
     "warmup_iters": "use --warmup_frac, a fraction of --max_steps",
     "batch_size": "use --batch_tokens for the tokens of a step, --micro_batch for a device's part",
     "gradient_accumulation_steps": "it follows from --batch_tokens, --micro_batch and the devices",
-    "dropout": "there is none; against overfitting use --weight_decay or --ngram_dropout",
+    "dropout": "against overfitting use --ngram_dropout, or apply docs/edits/dropout.diff",
     "dataset": "use --data with a folder from data/prepare.py",
     "eval_interval": "use --eval_every",
     "eval_iters": "use --eval_tokens",
@@ -110,6 +110,8 @@ def closest(name: str, names: Iterable[str]) -> str:
     """End a sentence about an unknown name."""
     if name.endswith(".py"):
         return "; there are no configuration files: use --preset NAME and flags"
+    if name in names:  # without --
+        return f"; did you mean --{name}?"
     if name in OTHER_NAMES:
         return f"; {OTHER_NAMES[name]}"
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.errors import UserError, is_out_of_memory
+from common.errors import UserError, is_out_of_memory, print_line
 from common.values import largest_divisor
 from ops.parallel import get_rank, get_world_size, reshard
 from ops.recompute import RECOMPUTE_MODES, apply_offload, apply_recompute
@@ -63,6 +63,8 @@ def fit_into_memory(
     """
     with raise_on_all_ranks():
         n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
+    if cfg.is_compiled and dist_ctx.rank == 0:
+        print_line("compiling, which takes minutes the first time")
     on_cuda = dist_ctx.device.type == "cuda"
     modes = recompute_modes(cfg, on_cuda)
     for block in set(model.blocks):  # an edited model may use a block several times

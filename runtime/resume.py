@@ -47,6 +47,9 @@ def find_start(cfg: Config, run: Run) -> tuple[Config, Start | None]:
         start = Start(path, read_checkpoint(path, verify=False), is_resume)
         cfg = keep_flags(cfg, start)
     run.log.info(f"{'resumed' if is_resume else 'weights'} from {path}")
+    best = path.parent / BEST
+    if not is_resume and best.exists() and not best.samefile(path):
+        run.log.info(f"{best} has a lower val_loss: --init_from {best} takes it")
     return cfg, start
 
 

@@ -572,7 +572,7 @@ def test_downloads_are_whole_and_verified(server, tmp_path, capsys):
     (tmp_path / "x").unlink()
     for url, says in (
         (server.address + "/x", f"gave SHA-256 {SHA} instead of 0000.*; it is deleted, run this"),
-        (server.address + "/y", "/y .*404.*; run this again, .* put the file at .*/x by hand"),
+        (server.address + "/y", "/y .*404.*; run this again, put the file at .*/x by hand"),
         ("http://127.0.0.1:9/x", "refused"),
     ):
         assert re.search(says, refusal(download.download, url, tmp_path / "x", "0" * 64))

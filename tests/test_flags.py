@@ -51,6 +51,7 @@ CPU = DistContext()
 @pytest.mark.parametrize(
     "flags, sentence",
     [
+        ("max_steps=3", "unknown flag max_steps=3; did you mean --max_steps?"),
         ("--n_layers 3", "unknown flag --n_layers; did you mean n_layer"),
         ("--n_layer 3.5", "invalid integer value: '3.5'"),
         ("--preset laptpo", "--preset is 'laptpo'; expected one of .*; did you mean laptop"),
@@ -85,7 +86,8 @@ CPU = DistContext()
             "--seq_len=8192 --batch_tokens=8192 --micro_batch=1",
             "has 4333 tokens, too few .* use more data or a smaller --seq_len",
         ),
-        ("--data /nowhere", "/nowhere.*python data/prepare.py .* such as data/shakespeare"),
+        ("--data /nowhere", "no folder /nowhere; .*python data/prepare.py shakespeare"),
+        (f"--data {__file__}", "test_flags.py is a file; expected a folder"),
         (f"--out_dir {__file__}", "test_flags.py cannot be read or written .* a different path"),
         pytest.param(
             "--device cuda",
