@@ -140,6 +140,7 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
         vocab_size=vocab_size,  # without the head's padding
         eot=model.eot,
         windows=[window or model.cfg.seq_len for window in model.windows],
+        skips=model.cfg.skips,
         bos_token_id=eot,
         eos_token_id=eot,
         pad_token_id=eot,

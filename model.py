@@ -7,6 +7,8 @@ Differences from GPT-2:
 - value embeddings, with a gate per head
 - optional embeddings of hashed n-grams, added to the token embeddings
 - squared leaky ReLU; no biases; no dropout, except of n-grams; an untied head, soft-capped logits
+- the MLP's input and output add some of the previous token's, by channel
+- in deep models, the final two blocks also read the inputs of earlier ones (MUDD)
 - output projections, gates, head, value and n-gram embeddings start at zero; with several layers,
   the last one without a window starts as an induction head
 
@@ -57,7 +59,7 @@ class GPTConfig:
     ngram_rows: int = 16384  # size of the table that all n-grams share by hash
     softcap: float = 15.0  # tanh soft-cap on the logits; 0 disables
     rope_theta: float = 10000.0
-    version: int = 5  # bump it when you change what is computed: older checkpoints are then refused
+    version: int = 6  # bump it when you change what is computed: older checkpoints are then refused
 
     @property
     def head_dim(self) -> int:
@@ -72,6 +74,11 @@ class GPTConfig:
     def gate_dim(self) -> int:
         """The gates read the first 16 channels of x: faster on a GPU than all (nanochat)."""
         return min(16, self.n_embd)
+
+    @property
+    def skips(self) -> tuple[int, ...]:
+        """The blocks whose inputs the final two also read: none in shallow models."""
+        return (0, 2 * self.n_layer // 3, self.n_layer - 3) if self.n_layer >= 10 else ()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -168,6 +175,7 @@ class AttnContext(NamedTuple):
     mask: Mask  # for this window, as in attention
     attn_backend: str
     value_embed: Tensor  # (B, T, C)
+    skips: tuple[Tensor, ...] = ()  # inputs of earlier blocks, (B, T, C) each; see GPTConfig.skips
     kv_cache: LayerCache | None = None  # this layer's, in generation
 
 
@@ -246,16 +254,34 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer."""
+    """One transformer layer. layer: its index."""
 
-    def __init__(self, cfg: GPTConfig):
+    def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
         self.attn = CausalSelfAttention(cfg)
         self.mlp = MLP(cfg)
+        # For each channel, how much the previous token's is added to the MLP's input and output
+        self.previous_in = nn.Parameter(torch.zeros(cfg.n_embd))
+        self.previous_out = nn.Parameter(torch.zeros(cfg.n_embd))
+        # The final two of a deep model also read the inputs of earlier ones
+        has_skips = cfg.skips and layer >= cfg.n_layer - 2
+        self.skip = Linear(cfg.n_embd, len(cfg.skips)) if has_skips else None
 
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
-        x = x + self.attn(norm(x), ctx)
-        return x + self.mlp(norm(x))
+        # What attention and MLP read besides x: inputs of earlier blocks, with weights per token
+        # (MUDD, Xiao et al. 2025). Added to x itself, they would get gradients of rounding errors
+        # in step 2, when all inputs are still equal, and Adam would magnify them
+        if self.skip:
+            weights = self.skip(norm(x)).split(1, dim=-1)
+            earlier = sum(weight * skip for weight, skip in zip(weights, ctx.skips))
+
+        x = x + self.attn(norm(x + earlier if self.skip else x), ctx)
+
+        h = norm(x + earlier if self.skip else x)
+        h = h + self.previous_in.to(x.dtype) * previous_token(h, ctx, "mlp_in")
+        y = self.mlp(h)
+        y = y + self.previous_out.to(x.dtype) * previous_token(y, ctx, "mlp_out")
+        return x + y
 
 
 # --------------------------------------------------------------------------------------------------
@@ -301,7 +327,7 @@ class GPT(nn.Module):
         self.ngrams = None
         if cfg.ngram > 1:
             self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
 
         if seed is not None:  # at the end, because it needs every parameter
@@ -348,7 +374,10 @@ class GPT(nn.Module):
 
         x = self.embed(tokens, T).to(self.compute_dtype)
         x = norm(x)
+        skips = []
         for layer, block in enumerate(self.blocks):
+            if layer in self.cfg.skips:
+                skips.append(x)
             window = self.windows[layer]
             ctx = AttnContext(
                 cos=cos,
@@ -358,6 +387,7 @@ class GPT(nn.Module):
                 mask=masks[window],
                 attn_backend=self.attn_backend,
                 value_embed=value_embed,
+                skips=tuple(skips) if block.skip else (),
                 kv_cache=None if cache is None else cache.layers[layer],
             )
             x = block(x, ctx)
@@ -440,7 +470,8 @@ class GPT(nn.Module):
         matmul_weights = 0
         for module in self.modules():
             if not isinstance(module, nn.Embedding):
-                matmul_weights += sum(p.numel() for p in module.parameters(recurse=False))
+                params = module.parameters(recurse=False)
+                matmul_weights += sum(p.numel() for p in params if p.dim() > 1)
         # Forward, 2 FLOPs per weight; and 2 * n_embd per key for q k^T, as much for scores times v.
         # Backward takes twice as many
         return 6 * matmul_weights + 12 * self.cfg.n_embd * attended
@@ -488,8 +519,9 @@ PARAM_TABLE = [
     # gates are 1
     ParamSpec(r"head\.weight", init=zeros),
     ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", init=zeros),
-    # Gates are matrices of a few rows, one per head, which gain nothing from Muon
-    ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", init=zeros, optim="adam"),
+    ParamSpec(r"blocks\.\d+\.previous_(in|out)", init=zeros),
+    # These are matrices of a few rows, one per head or skip, which gain nothing from Muon
+    ParamSpec(r"blocks\.\d+\.(attn\.gate|skip)\.weight", init=zeros, optim="adam"),
     # sqrt(0.33 / inputs): nn.Linear's default but for 0.33 instead of 1/3, kept for recorded runs
     ParamSpec(r"blocks\.\d+\.(attn\.qkv|mlp\.fc)\.weight", init=scaled_normal(0.33**0.5)),
 ]

@@ -21,6 +21,7 @@ class TrainGPTConfig(PretrainedConfig):
 
     eot: token that starts a document; tokens do not attend across documents. None if they do.
     windows: how many keys a query attends to in each layer.
+    skips: the layers whose inputs the final two also read.
     """
 
     model_type = "train_gpt"
@@ -37,6 +38,12 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
+def previous_token(x: Tensor, doc_starts: Tensor) -> Tensor:
+    """Return the previous token's x (B, T, ...); zeros where a document starts."""
+    starts = doc_starts.view(*doc_starts.shape, *[1] * (x.dim() - 2))
+    return x.roll(1, dims=1).masked_fill(starts, 0)
+
+
 def linear(n_in: int, n_out: int) -> nn.Linear:
     return nn.Linear(n_in, n_out, bias=False)
 
@@ -44,13 +51,17 @@ def linear(n_in: int, n_out: int) -> nn.Linear:
 class Block(nn.Module):
     """One transformer layer: attention, then an MLP."""
 
-    def __init__(self, cfg: TrainGPTConfig):
+    def __init__(self, cfg: TrainGPTConfig, layer: int):
         super().__init__()
         C = cfg.n_embd
         self.n_head = cfg.n_head
         attn = dict(qkv=linear(C, 3 * C), gate=linear(min(16, C), cfg.n_head), proj=linear(C, C))
         self.attn = nn.ModuleDict(attn)
         self.mlp = nn.ModuleDict(dict(fc=linear(C, 4 * C), proj=linear(4 * C, C)))
+        self.previous_in = nn.Parameter(torch.zeros(C))
+        self.previous_out = nn.Parameter(torch.zeros(C))
+        has_skips = cfg.skips and layer >= cfg.n_layer - 2
+        self.skip = linear(C, len(cfg.skips)) if has_skips else None
 
     def forward(
         self,
@@ -60,8 +71,14 @@ class Block(nn.Module):
         doc_starts: Tensor,
         mask: Tensor,
         value_embed: Tensor,
+        skips: list[Tensor],
     ) -> Tensor:
-        h = norm(x)
+        earlier = 0
+        if self.skip is not None:
+            weights = self.skip(norm(x)).split(1, dim=-1)
+            earlier = sum(weight * skip for weight, skip in zip(weights, skips))
+
+        h = norm(x + earlier)
         qkv = self.attn.qkv(h).unflatten(-1, (3 * self.n_head, -1))
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
         gate = 2 * self.attn.gate(h[..., :16]).sigmoid()
@@ -71,7 +88,7 @@ class Block(nn.Module):
         half = cos.size(-1)
         x1, x2, rest = norm(qk).tensor_split((half, 2 * half), dim=-1)
         q_rest, k_rest = rest.split(self.n_head, dim=2)
-        k_rest = k_rest.roll(1, dims=1).masked_fill(doc_starts[..., None, None], 0)
+        k_rest = previous_token(k_rest, doc_starts)
 
         # Rotary position embedding of the others
         rest = torch.cat((q_rest, k_rest), dim=2)
@@ -80,7 +97,11 @@ class Block(nn.Module):
         q, k = qk.transpose(1, 2).split(self.n_head, dim=1)
         y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), attn_mask=mask)
         x = x + self.attn.proj(y.transpose(1, 2).flatten(2))
-        return x + self.mlp.proj(F.leaky_relu(self.mlp.fc(norm(x)), 0.5).square())
+
+        h = norm(x + earlier)
+        h = h + self.previous_in * previous_token(h, doc_starts)
+        y = self.mlp.proj(F.leaky_relu(self.mlp.fc(h), 0.5).square())
+        return x + y + self.previous_out * previous_token(y, doc_starts)
 
 
 class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
@@ -91,7 +112,7 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngrams = nn.Embedding(config.ngram_rows, config.n_embd) if config.ngram > 1 else None
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.head = linear(config.n_embd, config.vocab_size)
         self.post_init()
 
@@ -162,8 +183,12 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         column = torch.arange(input_ids.size(1), device=x.device)
         causal = (doc[:, None, :, None] == doc[:, None, None]) & (column[:, None] >= column)
         distance = position_ids[:, None, :, None] - position_ids[:, None, None]
-        for block, window in zip(self.blocks, cfg.windows):
-            x = block(x, cos, sin, doc_starts, causal & (distance < window), value_embed)
+        skips = []
+        for layer, (block, window) in enumerate(zip(self.blocks, cfg.windows)):
+            if layer in cfg.skips:
+                skips.append(x)
+            mask = causal & (distance < window)
+            x = block(x, cos, sin, doc_starts, mask, value_embed, skips)
 
         logits = self.head(norm(x)).float()
         if cfg.softcap:

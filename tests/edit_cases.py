@@ -87,15 +87,27 @@ class Plain:
         )
 
     def block(self, x: Tensor, i: int) -> Tensor:
-        x = x + self.attn(rms_norm(x), i)
-        return x + self.mlp(rms_norm(x), i)
+        x = x + self.attn(rms_norm(x + self.earlier), i)
+        return x + self.mixed_mlp(rms_norm(x + self.earlier), i)
+
+    def mixed_mlp(self, x: Tensor, i: int) -> Tensor:
+        y = self.mlp(x + self.w[f"blocks.{i}.previous_in"] * before(x), i)
+        return y + self.w[f"blocks.{i}.previous_out"] * before(y)
 
     def first(self, idx: Tensor) -> Tensor:
         return rms_norm(self.embed(idx))
 
     def backbone(self, idx: Tensor) -> Tensor:
         self.idx, x = idx, self.first(idx)
+        inputs = []
         for i in range(self.cfg.n_layer):
+            inputs.append(x)
+            self.earlier = 0
+            if f"blocks.{i}.skip.weight" in self.w:
+                weights = rms_norm(x) @ self.w[f"blocks.{i}.skip.weight"].T
+                earlier = [0, 2 * self.cfg.n_layer // 3, self.cfg.n_layer - 3]
+                skips = [weights[..., j, None] * inputs[at] for j, at in enumerate(earlier)]
+                self.earlier = sum(skips)
             x = self.block(x, i)
         self.x = rms_norm(x)
         return self.x
@@ -121,8 +133,8 @@ class Scaled(Plain):
 
 class Dropped(Plain):
     def block(self, x, i):
-        x = x + F.dropout(self.attn(rms_norm(x), i), 0.1, self.training)
-        return x + F.dropout(self.mlp(rms_norm(x), i), 0.1, self.training)
+        x = x + F.dropout(self.attn(rms_norm(x + self.earlier), i), 0.1, self.training)
+        return x + F.dropout(self.mixed_mlp(rms_norm(x + self.earlier), i), 0.1, self.training)
 
 
 class SwiGLU(Plain):
@@ -219,11 +231,6 @@ class Alibi(Plain):
 class Positions(Plain):
     def embed(self, x):
         return super().embed(x) + self.w["wpe.weight"][: x.size(1)]
-
-
-class TokenBefore(Plain):
-    def mlp(self, x, i):
-        return super().mlp((x + before(x)) / 2, i)
 
 
 class LowRank(Plain):

@@ -181,7 +181,8 @@ def test_two_ranks_train_as_one(case, two_ranks, data, noisy, tmp_path):
         np.abs(np.divide(rows(two_ranks / case, key), rows(one, key)) - 1).max()
         for key in ("train_loss", "grad_norm")
     )
-    assert loss < 2e-3 and 1e-5 < norm < 2e-2
+    # Gradients are rounded where they are communicated in bf16
+    assert loss < 2e-3 and (1e-5 if "bf16" in case else 0) <= norm < 2e-2
 
 
 def test_ranks_share_the_cores(two_ranks):
@@ -191,3 +192,11 @@ def test_ranks_share_the_cores(two_ranks):
 
 if __name__ == "__main__":
     worker(Path(sys.argv[1]))
+
+
+def test_rounding_errors_stay_small_in_a_deep_model(data, tmp_path):
+    """Adam magnifies a gradient that is zero but for rounding; skips from zeros once had one."""
+    for micro_batch in (1, 16):
+        flags = dict(data=data, n_layer=10, max_steps=8, micro_batch=micro_batch)
+        tiny_run(tmp_path / str(micro_batch), **flags)
+    assert_same_run(tmp_path / "1", tmp_path / "16")

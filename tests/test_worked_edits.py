@@ -174,7 +174,7 @@ def what_fits_is_loaded(run) -> bool:
     return (
         loaded
         and "not loaded: " in run.said
-        and run.said.count("blocks.2.") == 5
+        and run.said.count("blocks.2.") == 7
         and "blocks.1." not in run.said
     )
 
@@ -235,7 +235,6 @@ CASES = {
     "grouped-queries": Case(plain.Grouped, holds=half_the_keys_are_cached),
     "alibi": Case(plain.Alibi),
     "learned-positions": Case(plain.Positions, holds=texts_are_longer_than_the_context),
-    "previous-token": Case(plain.TokenBefore),
     "another-optimizer": Case(holds=lion_is_lion),
     "normuon": Case(holds=rows_are_evened),
     "learning-rate-by-layer": Case(holds=layers_have_their_rates),
