@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import GPT, Linear
-from ops.compile import keep_gcc_from_copying
+from ops.compile import fuse_loops_that_overwrite, keep_gcc_from_copying
 from ops.parallel import unshard
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ def compile_decode_step(model: GPT) -> Callable[..., Tensor]:
     backend: dict[str, Any] = dict(mode="reduce-overhead")
     if model.device.type != "cuda":
         keep_gcc_from_copying()
+        fuse_loops_that_overwrite()
         backend = dict(options={"cpp_wrapper": True})
     compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, **backend)
 

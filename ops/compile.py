@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,6 +58,26 @@ def keep_gcc_from_copying() -> None:
         config.cpp.enable_floating_point_contract_flag = (
             f"{contract} -fno-tree-loop-distribute-patterns"
         )
+
+
+@functools.cache
+def fuse_loops_that_overwrite() -> None:
+    """Have Inductor fuse, for a CPU, a loop with one that overwrites what it has read.
+
+    PyTorch 2.11 to 2.13 ask the latter for the index at which it reads the former's result, and
+    end in a KeyError if it does not read it: a cache that keeps the newest tokens.
+    """
+    from torch._inductor.loop_body import LoopBody
+
+    plain = LoopBody.get_read_expr
+
+    def get_read_expr(self: LoopBody, buffer_name: str) -> Any:
+        try:
+            return plain(self, buffer_name)
+        except KeyError:
+            return None  # not a contiguous index, which alone matters to its only caller
+
+    LoopBody.get_read_expr = get_read_expr
 
 
 def apply_compile(model: GPT, mode: str, checkpointing: str = "none") -> None:
