@@ -454,7 +454,7 @@ class GPT(nn.Module):
 
         options = dict(vocab_size=self.cfg.vocab_size) | options
         tokens = generate(self, idx, n_tokens=max_new_tokens, **options)
-        return torch.cat((idx, torch.stack(list(tokens), dim=1)), dim=1)
+        return torch.cat((idx.long().to(self.device), *(t[:, None] for t in tokens)), dim=1)
 
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token: of matmuls with weights, and of attention."""

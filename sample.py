@@ -143,7 +143,12 @@ def make_parser() -> Parser:
     for name, text in sampling.items():
         default = SAMPLING[name]
         add(f"--{name}", type=type(default), default=default, help=f"{text} [{default}]")
-    add("--seed", type=int, default=0, help="texts may differ by machine and dtype, too [0]")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="equal seeds: equal texts (on one machine, in one dtype) [0]",
+    )
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
     add(
         "--dtype",

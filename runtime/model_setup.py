@@ -64,7 +64,7 @@ def fit_into_memory(
     with raise_on_all_ranks():
         n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
     if cfg.is_compiled and dist_ctx.rank == 0:
-        print_line("compiling, which takes minutes the first time")
+        print_line("compiling, which takes a minute or more the first time")
     on_cuda = dist_ctx.device.type == "cuda"
     modes = recompute_modes(cfg, on_cuda)
     for block in set(model.blocks):  # an edited model may use a block several times

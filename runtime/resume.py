@@ -49,7 +49,7 @@ def find_start(cfg: Config, run: Run) -> tuple[Config, Start | None]:
     run.log.info(f"{'resumed' if is_resume else 'weights'} from {path}")
     best = path.parent / BEST
     if not is_resume and best.exists() and not best.samefile(path):
-        run.log.info(f"{best} has a lower val_loss: --init_from {best} takes it")
+        run.log.info(f"{best} has the weights of the lowest val_loss; --init_from takes it, too")
     return cfg, start
 
 

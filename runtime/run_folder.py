@@ -84,7 +84,7 @@ def run_sources() -> dict[str, Path]:
     installed = {Path(str(found.locate_file(""))).resolve() for found in distributions()} - {REPO}
     for module in list(sys.modules.values()):
         file = Path(getattr(module, "__file__", None) or "")
-        is_ours = file.is_relative_to(REPO) and installed.isdisjoint(file.parents)
+        is_ours = file.is_relative_to(REPO) and installed.isdisjoint(file.resolve().parents)
         if is_ours and file.is_file():
             sources.setdefault(file.relative_to(REPO).as_posix(), file)
     return sources

@@ -502,7 +502,9 @@ def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path,
     # Another one starts from its newest weights, and says that there are better ones
     monkeypatch.undo()
     train(make_config(**TINY | dict(data=data, init_from=folder, out_dir=tmp_path / "b")))
-    assert f"{folder}/ckpt_best.pt has a lower val_loss: --init_from" in read_log(tmp_path / "b")
+    assert f"{folder}/ckpt_best.pt has the weights of the lowest val_loss" in read_log(
+        tmp_path / "b"
+    )
     assert "--resume --patience 0" in read_log(folder)
     assert resumed(max_steps=99, patience=0) == (99, "max_steps")
 
