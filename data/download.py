@@ -78,14 +78,11 @@ def download(url: str, path: Path, sha256: str | None = None) -> str:
             fetch(url, path)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if wait_s is None:
-                mirror = ""
+                advice = "run this again, "
                 if url.startswith(HUB):
-                    mirror = "set HF_ENDPOINT to a mirror of Hugging Face, "
-                raise UserError(
-                    f"{url} could not be downloaded ({error}); run this again, "
-                    f"{mirror}put the file at {path} by hand, or use "
-                    "`python data/prepare.py python`"
-                ) from error
+                    advice += "set HF_ENDPOINT to a mirror of Hugging Face, "
+                advice += f"put the file at {path} by hand, or use `python data/prepare.py python`"
+                raise UserError(f"{url} could not be downloaded ({error}); {advice}") from error
             print_line(f"{error}; trying again in {wait_s} s")
             time.sleep(wait_s)
 

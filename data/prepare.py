@@ -231,8 +231,7 @@ def print_summary(folder: Path, meta: dict) -> None:
     total = sum(counts["tokens"] for counts in meta["splits"].values())
     for split, counts in meta["splits"].items():
         details = f"{counts['tokens'] / total:.1%} of all, {meta['tokenizer']}"
-        if counts["documents"]:
-            details += f", {counts['documents']:,} documents"
+        details += f", {counts['documents']:,} documents"
         if counts["bytes"]:
             details += f", {counts['bytes'] / counts['tokens']:.2f} bytes each"
         print_line(f"{folder}: {counts['tokens']:,} tokens in {split} ({details})")

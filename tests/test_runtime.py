@@ -492,19 +492,19 @@ def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path,
     assert "step   0/" in text and "fine-tuning: learning rates" in text
     assert text.count("val_loss has risen from 2.0000, that of ckpt_best.pt") == 1
 
+    # Another one starts from its newest weights, and says that there are better ones
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "evaluate", lambda *_: (1.0, math.nan))
+        train(make_config(**TINY | dict(data=data, init_from=folder, out_dir=tmp_path / "b")))
+    said = f"{folder}/ckpt_best.pt has the weights of the lowest val_loss"
+    assert said in read_log(tmp_path / "b")
+
     # It stays finished, until more steps are asked for
     def resumed(**flags) -> tuple:
         again = train(make_config(out_dir=str(folder), resume="newest", **flags))
         return again["step"], again["stopped_by"]
 
     assert resumed() == resumed(max_steps=99) == (98, "patience")
-
-    # Another one starts from its newest weights, and says that there are better ones
-    monkeypatch.undo()
-    train(make_config(**TINY | dict(data=data, init_from=folder, out_dir=tmp_path / "b")))
-    assert f"{folder}/ckpt_best.pt has the weights of the lowest val_loss" in read_log(
-        tmp_path / "b"
-    )
     assert "--resume --patience 0" in read_log(folder)
     assert resumed(max_steps=99, patience=0) == (99, "max_steps")
 
