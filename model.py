@@ -278,9 +278,10 @@ class Block(nn.Module):
         x = x + self.attn(norm(x + earlier if self.skip else x), ctx)
 
         h = norm(x + earlier if self.skip else x)
-        h = h + self.previous_in.to(x.dtype) * previous_token(h, ctx, "mlp_in")
+        # Shifted after the product: for its gradient, autograd then keeps no shifted copy
+        h = h + previous_token(self.previous_in.to(x.dtype) * h, ctx, "mlp_in")
         y = self.mlp(h)
-        y = y + self.previous_out.to(x.dtype) * previous_token(y, ctx, "mlp_out")
+        y = y + previous_token(self.previous_out.to(x.dtype) * y, ctx, "mlp_out")
         return x + y
 
 
