@@ -8,7 +8,7 @@ Differences from GPT-2:
 - optional embeddings of hashed n-grams, added to the token embeddings
 - squared leaky ReLU; no biases; no dropout, except of n-grams; an untied head, soft-capped logits
 - the MLP's input and output add some of the previous token's, by channel
-- in deep models, the final two blocks also read the inputs of earlier ones (MUDD)
+- in deep models, the final two blocks also read the inputs of earlier ones
 - output projections, gates, head, value and n-gram embeddings start at zero; with several layers,
   the last one without a window starts as an induction head
 
@@ -59,7 +59,7 @@ class GPTConfig:
     ngram_rows: int = 16384  # size of the table that all n-grams share by hash
     softcap: float = 15.0  # tanh soft-cap on the logits; 0 disables
     rope_theta: float = 10000.0
-    version: int = 6  # bump it when you change what is computed: older checkpoints are then refused
+    version: int = 7  # bump it when you change what is computed: older checkpoints are then refused
 
     @property
     def head_dim(self) -> int:
@@ -265,19 +265,19 @@ class Block(nn.Module):
         self.previous_out = nn.Parameter(torch.zeros(cfg.n_embd))
         # The final two of a deep model also read the inputs of earlier ones
         has_skips = cfg.skips and layer >= cfg.n_layer - 2
-        self.skip = Linear(cfg.n_embd, len(cfg.skips)) if has_skips else None
+        self.skip = nn.Parameter(torch.zeros(len(cfg.skips))) if has_skips else None
 
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
-        # What attention and MLP read besides x: inputs of earlier blocks, with weights per token
-        # (MUDD, Xiao et al. 2025). Added to x itself, they would get gradients of rounding errors
-        # in step 2, when all inputs are still equal, and Adam would magnify them
-        if self.skip:
-            weights = self.skip(norm(x)).split(1, dim=-1)
-            earlier = sum(weight * skip for weight, skip in zip(weights, ctx.skips))
+        # What attention and MLP read besides x: inputs of earlier blocks, each times a weight
+        # (DenseFormer, Pagliardini et al. 2024). Added to x itself, they would get gradients of
+        # rounding errors in step 2, when all inputs are still equal, and Adam would magnify them
+        has_skips = self.skip is not None
+        if has_skips:
+            earlier = sum(weight * skip for weight, skip in zip(self.skip.to(x.dtype), ctx.skips))
 
-        x = x + self.attn(norm(x + earlier if self.skip else x), ctx)
+        x = x + self.attn(norm(x + earlier if has_skips else x), ctx)
 
-        h = norm(x + earlier if self.skip else x)
+        h = norm(x + earlier if has_skips else x)
         # Shifted after the product: for its gradient, autograd then keeps no shifted copy
         h = h + previous_token(self.previous_in.to(x.dtype) * h, ctx, "mlp_in")
         y = self.mlp(h)
@@ -388,7 +388,7 @@ class GPT(nn.Module):
                 mask=masks[window],
                 attn_backend=self.attn_backend,
                 value_embed=value_embed,
-                skips=tuple(skips) if block.skip else (),
+                skips=tuple(skips) if block.skip is not None else (),
                 kv_cache=None if cache is None else cache.layers[layer],
             )
             x = block(x, ctx)
@@ -521,8 +521,9 @@ PARAM_TABLE = [
     ParamSpec(r"head\.weight", init=zeros),
     ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", init=zeros),
     ParamSpec(r"blocks\.\d+\.previous_(in|out)", init=zeros),
-    # These are matrices of a few rows, one per head or skip, which gain nothing from Muon
-    ParamSpec(r"blocks\.\d+\.(attn\.gate|skip)\.weight", init=zeros, optim="adam"),
+    ParamSpec(r"blocks\.\d+\.skip", init=zeros, lr_mul=20.0),
+    # Gates are matrices of a few rows, one per head, which gain nothing from Muon
+    ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", init=zeros, optim="adam"),
     # sqrt(0.33 / inputs): nn.Linear's default but for 0.33 instead of 1/3, kept for recorded runs
     ParamSpec(r"blocks\.\d+\.(attn\.qkv|mlp\.fc)\.weight", init=scaled_normal(0.33**0.5)),
 ]

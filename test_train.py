@@ -375,7 +375,8 @@ def test_parameters_are_trained():
         "parameter that requires a gradient"
     )
     used = set()
-    for name, _ in model.named_parameters(remove_duplicate=False):
+    deep = model_page.GPT(dataclasses.replace(model.cfg, n_layer=12), seed=None)  # has skips
+    for name, _ in (*model.named_parameters(remove_duplicate=False), *deep.named_parameters()):
         rows = [spec for spec in model_page.PARAM_TABLE if re.fullmatch(spec.pattern, name)]
         used |= {id(spec) for spec in rows[:1]}
     idle = [spec.pattern for spec in model_page.PARAM_TABLE if id(spec) not in used]

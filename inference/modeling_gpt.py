@@ -61,7 +61,7 @@ class Block(nn.Module):
         self.previous_in = nn.Parameter(torch.zeros(C))
         self.previous_out = nn.Parameter(torch.zeros(C))
         has_skips = cfg.skips and layer >= cfg.n_layer - 2
-        self.skip = linear(C, len(cfg.skips)) if has_skips else None
+        self.skip = nn.Parameter(torch.zeros(len(cfg.skips))) if has_skips else None
 
     def forward(
         self,
@@ -75,8 +75,7 @@ class Block(nn.Module):
     ) -> Tensor:
         earlier = 0
         if self.skip is not None:
-            weights = self.skip(norm(x)).split(1, dim=-1)
-            earlier = sum(weight * skip for weight, skip in zip(weights, skips))
+            earlier = sum(weight * skip for weight, skip in zip(self.skip, skips))
 
         h = norm(x + earlier)
         qkv = self.attn.qkv(h).unflatten(-1, (3 * self.n_head, -1))

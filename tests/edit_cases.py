@@ -103,10 +103,9 @@ class Plain:
         for i in range(self.cfg.n_layer):
             inputs.append(x)
             self.earlier = 0
-            if f"blocks.{i}.skip.weight" in self.w:
-                weights = rms_norm(x) @ self.w[f"blocks.{i}.skip.weight"].T
+            if f"blocks.{i}.skip" in self.w:
                 earlier = [0, 2 * self.cfg.n_layer // 3, self.cfg.n_layer - 3]
-                skips = [weights[..., j, None] * inputs[at] for j, at in enumerate(earlier)]
+                skips = [self.w[f"blocks.{i}.skip"][j] * inputs[at] for j, at in enumerate(earlier)]
                 self.earlier = sum(skips)
             x = self.block(x, i)
         self.x = rms_norm(x)

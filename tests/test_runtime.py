@@ -370,7 +370,7 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path):
     elsewhere = "was trained on other data than "
     shapes = "does not fit this model (n_layer 2 there and 3 here, n_embd 32 there and 64"
     missing = 'Missing key(s) in state_dict: "head.weight".); use'
-    version = "does not fit this model (version 1 there and 6 here); use"
+    version = "does not fit this model (version 1 there and 7 here); use"
     for change, sentence in [
         (dict(n_embd=64, n_layer=3), shapes),
         (dict(resume=tmp_path / "ckpt_19.pt"), missing),
