@@ -521,6 +521,7 @@ PARAM_TABLE = [
     ParamSpec(r"head\.weight", init=zeros),
     ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", init=zeros),
     ParamSpec(r"blocks\.\d+\.previous_(in|out)", init=zeros),
+    # Weights of skips end far from zero, at 10 and more
     ParamSpec(r"blocks\.\d+\.skip", init=zeros, lr_mul=20.0),
     # Gates are matrices of a few rows, one per head, which gain nothing from Muon
     ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", init=zeros, optim="adam"),

@@ -23,12 +23,12 @@ from pathlib import Path
 from statistics import mean
 
 BATCH = {64: 4096, 128: 8192, 256: 8192}
-HEADS = {64: 2, 128: 2, 256: 4}
+HEADS = {64: 1, 128: 2, 256: 4}  # the rows of 2026-11-28: 2 at width 64
 COLUMNS = ["side", "command", "data", "width", "steps", "seed", "val_loss", "seconds"]
 OURS = (
     "python train_gpt.py --data {data} --n_layer 12 --n_head {heads} --n_embd {width} "
     "--seq_len 512 --window L --short_frac 0 --ngram 0 --batch_tokens {batch} --max_steps {steps} "
-    "--eval_every 0 --eval_tokens 0 --dtype bf16 --compile --seed {seed}"
+    "--eval_every {steps} --eval_tokens 1000000000 --dtype bf16 --compile --seed {seed}"
 )
 
 
