@@ -230,8 +230,8 @@ def print_summary(folder: Path, meta: dict) -> None:
     """Print the size of each split, and the bytes per token of text."""
     total = sum(counts["tokens"] for counts in meta["splits"].values())
     for split, counts in meta["splits"].items():
-        details = f"{counts['tokens'] / total:.1%} of all, {meta['tokenizer']}"
-        details += f", {counts['documents']:,} documents"
+        share = counts["tokens"] / total
+        details = f"{share:.1%} of all, {meta['tokenizer']}, {counts['documents']:,} documents"
         if counts["bytes"]:
             details += f", {counts['bytes'] / counts['tokens']:.2f} bytes each"
         print_line(f"{folder}: {counts['tokens']:,} tokens in {split} ({details})")

@@ -190,13 +190,13 @@ def test_ranks_share_the_cores(two_ranks):
     assert f", {max(1, cpu_cores() // 2)} threads)" in log
 
 
-if __name__ == "__main__":
-    worker(Path(sys.argv[1]))
-
-
 def test_rounding_errors_stay_small_in_a_deep_model(data, tmp_path):
     """Adam magnifies a gradient that is zero but for rounding; skips from zeros once had one."""
     for micro_batch in (1, 16):
         flags = dict(data=data, n_layer=10, max_steps=8, micro_batch=micro_batch)
         tiny_run(tmp_path / str(micro_batch), **flags)
     assert_same_run(tmp_path / "1", tmp_path / "16")
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]))
