@@ -6,7 +6,7 @@ Differences from GPT-2:
 - the other half of each key comes from the previous token (partial key offset)
 - value embeddings, with a gate per head
 - optional embeddings of hashed n-grams, added to the token embeddings
-- squared leaky ReLU; no biases; no dropout, except of n-grams; an untied head, soft-capped logits
+- squared leaky ReLU; no biases; an untied head, soft-capped logits
 - the MLP's input and output add some of the previous token's, by channel
 - in deep models, the final two blocks also read the inputs of earlier ones
 - output projections, gates, head, value and n-gram embeddings start at zero; with several layers,
@@ -254,12 +254,13 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer. layer: its index."""
+    """One transformer layer. layer: its index. dropout: of what attention and MLP add to x."""
 
-    def __init__(self, cfg: GPTConfig, layer: int):
+    def __init__(self, cfg: GPTConfig, layer: int, dropout: float):
         super().__init__()
         self.attn = CausalSelfAttention(cfg)
         self.mlp = MLP(cfg)
+        self.dropout = nn.Dropout(dropout)
         # For each channel, how much the previous token's is added to the MLP's input and output
         self.previous_in = nn.Parameter(torch.zeros(cfg.n_embd))
         self.previous_out = nn.Parameter(torch.zeros(cfg.n_embd))
@@ -275,14 +276,14 @@ class Block(nn.Module):
         if has_skips:
             earlier = sum(weight * skip for weight, skip in zip(self.skip.to(x.dtype), ctx.skips))
 
-        x = x + self.attn(norm(x + earlier if has_skips else x), ctx)
+        x = x + self.dropout(self.attn(norm(x + earlier if has_skips else x), ctx))
 
         h = norm(x + earlier if has_skips else x)
         # Shifted after the product: for its gradient, autograd then keeps no shifted copy
         h = h + previous_token(self.previous_in.to(x.dtype) * h, ctx, "mlp_in")
         y = self.mlp(h)
         y = y + previous_token(self.previous_out.to(x.dtype) * y, ctx, "mlp_out")
-        return x + y
+        return x + self.dropout(y)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -298,7 +299,8 @@ class GPT(nn.Module):
     attn_backend: as in attention(); like loss_chunk, it changes results by rounding only
     eot: the end-of-text token, which precedes each document; if given, documents are masked from
         each other
-    ngram_dropout: probability of dropping an n-gram's embedding in training
+    dropout: probability of dropping a number that attention or MLP adds to x, in training
+    ngram_dropout: ... and the embedding of an n-gram
     seed: of the initial values (init_weights); None leaves them to a checkpoint
     """
 
@@ -309,6 +311,7 @@ class GPT(nn.Module):
         loss_chunk: int = 0,
         attn_backend: str = "sdpa",
         eot: int | None = None,
+        dropout: float = 0.0,
         ngram_dropout: float = 0.0,
         seed: int | None = 0,
     ):
@@ -328,7 +331,7 @@ class GPT(nn.Module):
         self.ngrams = None
         if cfg.ngram > 1:
             self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd)
-        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
+        self.blocks = nn.ModuleList(Block(cfg, layer, dropout) for layer in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
 
         if seed is not None:  # at the end, because it needs every parameter

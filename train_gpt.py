@@ -151,6 +151,9 @@ class Config:
     # N-grams: an embedding for the newest 2, 3, ... tokens, looked up by hash
     ngram: int = flag(0, "longest n-gram with a hashed embedding; 0: none", auto=True)
     ngram_rows: int = flag(16384, "rows of the n-gram table, n_embd numbers each", min=1)
+    dropout: float = flag(
+        None, "of what attention and MLP add, in training; auto: 0.1 in more than four epochs"
+    )
     ngram_dropout: float = flag(
         None, "probability of dropping an n-gram in training; auto: by the number of epochs"
     )
@@ -378,6 +381,7 @@ def build(
             loss_chunk=cfg.loss_chunk,
             attn_backend=cfg.attn,
             eot=stream.eot if cfg.doc_mask else None,
+            dropout=cfg.dropout,
             ngram_dropout=cfg.ngram_dropout,
             seed=cfg.seed,
         )

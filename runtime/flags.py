@@ -46,7 +46,6 @@ OTHER_NAMES = {
     "warmup_iters": "use --warmup_frac, a fraction of --max_steps",
     "batch_size": "use --batch_tokens for the tokens of a step, --micro_batch for a device's part",
     "gradient_accumulation_steps": "it follows from --batch_tokens, --micro_batch and the devices",
-    "dropout": "against overfitting use --ngram_dropout, or apply docs/edits/dropout.diff",
     "dataset": "use --data with a folder from data/prepare.py",
     "eval_interval": "use --eval_every",
     "eval_iters": "use --eval_tokens",

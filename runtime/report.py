@@ -59,7 +59,7 @@ def describe_run(run: Run) -> list[str]:
         f"evaluation on {stream.num_eval_seqs(cfg.eval_tokens) * cfg.seq_len:,} tokens",
         f"model: n_layer {cfg.n_layer}, n_embd {cfg.n_embd}, n_head {cfg.n_head}, "
         f"{model.flops_per_token() / 1e6:,.1f} MFLOP per token, "
-        f"ngram {cfg.ngram}, ngram_dropout {cfg.ngram_dropout:.2g}",
+        f"dropout {cfg.dropout:.2g}, ngram {cfg.ngram}, ngram_dropout {cfg.ngram_dropout:.2g}",
         f"{n_params:,} parameters, of which {n_trained:,} are trained; "
         f"without a row in PARAM_TABLE: {', '.join(sorted(without_row)) or 'none'}",
         f"optimizer: {', '.join(sorted(kinds))}, muon_lr {cfg.muon_lr:.4g}, "

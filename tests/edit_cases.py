@@ -130,12 +130,6 @@ class Scaled(Plain):
         return self.w[f"blocks.{i}.scale"] * super().block(x, i)
 
 
-class Dropped(Plain):
-    def block(self, x, i):
-        x = x + F.dropout(self.attn(rms_norm(x + self.earlier), i), 0.1, self.training)
-        return x + F.dropout(self.mixed_mlp(rms_norm(x + self.earlier), i), 0.1, self.training)
-
-
 class SwiGLU(Plain):
     def mlp(self, x, i):
         w = {name: self.w[f"blocks.{i}.mlp.{name}.weight"] for name in ("fc", "proj")}

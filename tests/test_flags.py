@@ -181,6 +181,7 @@ def test_values_as_they_are_written():
 
 REFUSED = (
     ("cpu", "--max_steps auto", "--max_steps auto and --batch_tokens auto are for --init_from"),
+    ("cpu", "--dropout 1.0", "--dropout is 1.0; expected a probability below 1"),
     ("cpu", "--ngram_dropout 1.0", "--ngram_dropout is 1.0; expected a probability below 1"),
     ("cpu", "--warmup_frac 0.5 --cooldown_frac 0.6", "add up to more than 1"),
     ("cpu", "--n_head 5", "make it a multiple of 10, or change --n_head"),
@@ -276,7 +277,7 @@ def test_learning_rates_by_rule():
         assert sorted(found, reverse=True) == found
 
 
-def test_ngram_dropout_and_decay_by_epochs():
+def test_dropout_and_decay_by_epochs():
     """0 where nothing is seen twice; otherwise each n-gram is kept about twice."""
 
     def chosen(epochs: float, name: str, **flags) -> float:
@@ -288,6 +289,8 @@ def test_ngram_dropout_and_decay_by_epochs():
     dropout = [chosen(n, "ngram_dropout") for n in epochs]
     assert dropout[:2] == [0, 0] and 0.05 < dropout[2] < 0.15
     assert all(1.5 < n * (1 - p) < 2.5 for n, p in zip(epochs[3:], dropout[3:]))
+    assert [chosen(n, "dropout") for n in (3.9, 4.1)] == [0, 0.1]
+    assert chosen(5, "dropout", init_from="runs/x") == 0
     # Embeddings decay where the dataset is repeated
     decays = [chosen(n, "embed_decay") for n in (0.6, 1.75, 5)]
     assert decays == pytest.approx([0, 1, 1.5])
@@ -380,6 +383,10 @@ def test_minutes_on_a_small_dataset_end_after_some_epochs(vocab_size, epochs, ng
         cfg = resolved(make_config(**given, minutes=5.0), stream)
         assert cfg.max_steps * cfg.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
         assert (cfg.ngram, cfg.weight_decay) == (ngram, 0.05)
+        # Short sequences save time where it is short
+        assert cfg.short_frac == 0
+        assert resolved(make_config(**given, minutes=5.0), stream, 3e9).short_frac == 0.7
+        assert resolved(make_config(**given, minutes=5.0, short_frac=0.2), stream).short_frac == 0.2
     # A context is that of a small dataset; a large evaluation comes seldom
     assert cfg.eval_every == 150
     stream.seq_len, stream.num_eval_seqs = 512, lambda eval_tokens: eval_tokens // 512

@@ -18,6 +18,7 @@ import model
 import sample
 from common.errors import run_command
 from conftest import (
+    add_noise,
     assert_weights_equal,
     built,
     compile_with,
@@ -39,7 +40,7 @@ from ops.fp8 import Fp8Linear, apply_fp8
 from ops.loss import chunked_loss
 from ops.recompute import apply_recompute
 from test_train import relative
-from tests.edit_cases import Plain
+from tests.edit_cases import Plain, rms_norm
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -271,6 +272,29 @@ def test_dropped_ngrams():
     assert torch.equal(gpt.eval().embed(idx, 24), whole)
     assert dropped.mean() == pytest.approx(0.4, abs=0.015)  # of 19,200 draws: 4 standard deviations
     assert (dropped - 0.4).abs().max() < 0.25  # of each token
+
+
+class Dropped(Plain):
+    def block(self, x, i):
+        x = x + F.dropout(self.attn(rms_norm(x + self.earlier), i), 0.2, self.training)
+        return x + F.dropout(self.mixed_mlp(rms_norm(x + self.earlier), i), 0.2, self.training)
+
+
+def test_dropout():
+    """Of what attention and MLP add, the same when blocks are recomputed; nothing in evaluation."""
+    cfg = GPTConfig(vocab_size=70, seq_len=24, n_layer=3, n_head=2, n_embd=32)
+    gpt, idx = add_noise(GPT(cfg, dropout=0.2)), tokens()
+    params = dict(gpt.named_parameters())
+    torch.manual_seed(1)
+    exact = torch.autograd.grad(Dropped(params, cfg).loss(idx, idx), params.values())
+    for mode in ("none", "selective", "full"):
+        for block in gpt.blocks:
+            apply_recompute(block, mode)
+        torch.manual_seed(1)
+        grads = torch.autograd.grad(gpt(idx, idx), params.values())
+        for ours, want in zip(grads, exact):
+            torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gpt.eval()(idx), Plain(params, cfg).logits(idx))
 
 
 # --------------------------------------------------------------------------------------------------

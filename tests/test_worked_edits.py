@@ -219,7 +219,6 @@ CASES = {
     "flag": Case(flags=dict(min_lr_frac=0.5), holds=rates(lambda x: 0.5 + 0.5 * x)),
     "learning-rate-schedule": Case(holds=rates(lambda x: 0.5 - 0.5 * math.cos(math.pi * x))),
     "parameter": Case(plain.Scaled),
-    "dropout": Case(plain.Dropped),
     "swiglu": Case(plain.SwiGLU),
     "layers-left-out": Case(plain.LayersLeftOut, flags=dict(n_layer=4)),
     "buffer": Case(plain.MeanSubtracted),
@@ -252,9 +251,8 @@ MOST_LINES = {
     "loss-on-answers-alone": 13,
     "mixture-of-sources": 35,
 }
-# Of the run that is compared, 4 for the others: draws differ between micro-batches, and answers are
-# in some of them only
-MICRO_BATCH = {"dropout": 16, "loss-on-answers-alone": 1}
+# Of the run that is compared, 4 for the others: answers are in some micro-batches only
+MICRO_BATCH = {"loss-on-answers-alone": 1}
 RANKS = (
     "layers-left-out",
     "buffer",
