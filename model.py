@@ -299,8 +299,9 @@ class GPT(nn.Module):
     attn_backend: as in attention(); like loss_chunk, it changes results by rounding only
     eot: the end-of-text token, which precedes each document; if given, documents are masked from
         each other
-    dropout: probability of dropping a number that attention or MLP adds to x, in training
-    ngram_dropout: ... and the embedding of an n-gram
+    dropout: probability of dropping a number that attention or MLP adds to x, in training; which
+        numbers depends on ranks and micro-batches
+    ngram_dropout: probability of dropping an n-gram's embedding in training
     seed: of the initial values (init_weights); None leaves them to a checkpoint
     """
 

@@ -148,12 +148,14 @@ class Config:
         "SSSL:256",
     )
     vocab_size: int = flag(None, "rows of embedding and head; auto: the tokenizer's, padded", min=1)
+    dropout: float = flag(
+        None,
+        "probability of dropping a number that attention or MLP adds, in training; auto: 0.1 in "
+        "more than four epochs, without --init_from",
+    )
     # N-grams: an embedding for the newest 2, 3, ... tokens, looked up by hash
     ngram: int = flag(0, "longest n-gram with a hashed embedding; 0: none", auto=True)
     ngram_rows: int = flag(16384, "rows of the n-gram table, n_embd numbers each", min=1)
-    dropout: float = flag(
-        None, "of what attention and MLP add, in training; auto: 0.1 in more than four epochs"
-    )
     ngram_dropout: float = flag(
         None, "probability of dropping an n-gram in training; auto: by the number of epochs"
     )
@@ -201,7 +203,9 @@ class Config:
         "more than 10 epochs (of bytes: 12), 3 with --init_from, otherwise 0: never",
     )
     short_frac: float = flag(
-        0.0, "fraction of the steps, at the beginning, with sequences of seq_len / 8"
+        0.0,
+        "fraction of the steps, at the beginning, with sequences of seq_len / 8; with --minutes 0, "
+        "if the epochs leave time",
     )
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")

@@ -72,9 +72,18 @@ def check_flags(cfg: Config) -> None:
             f"--warmup_frac {cfg.warmup_frac} and --cooldown_frac {cfg.cooldown_frac} add up to "
             "more than 1; lower one",
         ),
-        *(
-            ((value or 0) >= 1, f"{flag} is {value}; expected a probability below 1, or auto")
-            for flag, value in (("--dropout", cfg.dropout), ("--ngram_dropout", cfg.ngram_dropout))
+        (
+            (cfg.dropout or 0) >= 1,
+            f"--dropout is {cfg.dropout}; expected a probability below 1, or auto",
+        ),
+        (
+            (cfg.ngram_dropout or 0) >= 1,
+            f"--ngram_dropout is {cfg.ngram_dropout}; expected a probability below 1, or auto",
+        ),
+        (
+            cfg.dropout and activation_budget(cfg.checkpointing) < 1,
+            f"--checkpointing {cfg.checkpointing} may recompute --dropout with other random "
+            "numbers (PyTorch issue 190758); use none, selective or full",
         ),
         (
             needs_compiler and not cfg.is_compiled,

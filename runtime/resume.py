@@ -116,7 +116,8 @@ def keep_flags(cfg: Config, start: Start) -> Config:
     To resume, all flags of the run; for new weights, the shape of the model. Raises UserError for
     flags that only a new run can have.
     """
-    saved, given = start.checkpoint["config"], set(cfg.given)
+    # Runs from before --dropout had none
+    saved, given = dict(dropout=0.0) | start.checkpoint["config"], set(cfg.given)
     if start.is_resume:
         if cfg.params is None:
             given.discard("params")  # the run has its size

@@ -182,6 +182,7 @@ def test_values_as_they_are_written():
 REFUSED = (
     ("cpu", "--max_steps auto", "--max_steps auto and --batch_tokens auto are for --init_from"),
     ("cpu", "--dropout 1.0", "--dropout is 1.0; expected a probability below 1"),
+    ("cpu", "--dropout 0.1 --checkpointing 0.3 --compile", "use none, selective or full"),
     ("cpu", "--ngram_dropout 1.0", "--ngram_dropout is 1.0; expected a probability below 1"),
     ("cpu", "--warmup_frac 0.5 --cooldown_frac 0.6", "add up to more than 1"),
     ("cpu", "--n_head 5", "make it a multiple of 10, or change --n_head"),
@@ -290,7 +291,8 @@ def test_dropout_and_decay_by_epochs():
     assert dropout[:2] == [0, 0] and 0.05 < dropout[2] < 0.15
     assert all(1.5 < n * (1 - p) < 2.5 for n, p in zip(epochs[3:], dropout[3:]))
     assert [chosen(n, "dropout") for n in (3.9, 4.1)] == [0, 0.1]
-    assert chosen(5, "dropout", init_from="runs/x") == 0
+    for flags in (dict(init_from="runs/x"), dict(checkpointing="0.3")):
+        assert chosen(5, "dropout", **flags) == 0
     # Embeddings decay where the dataset is repeated
     decays = [chosen(n, "embed_decay") for n in (0.6, 1.75, 5)]
     assert decays == pytest.approx([0, 1, 1.5])
@@ -383,10 +385,14 @@ def test_minutes_on_a_small_dataset_end_after_some_epochs(vocab_size, epochs, ng
         cfg = resolved(make_config(**given, minutes=5.0), stream)
         assert cfg.max_steps * cfg.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
         assert (cfg.ngram, cfg.weight_decay) == (ngram, 0.05)
-        # Short sequences save time where it is short
+        # Short sequences save time, unless the epochs leave a quarter of it
         assert cfg.short_frac == 0
-        assert resolved(make_config(**given, minutes=5.0), stream, 3e9).short_frac == 0.7
         assert resolved(make_config(**given, minutes=5.0, short_frac=0.2), stream).short_frac == 0.2
+    for n_tokens, epochs_done, short_frac in ((4e5, 5, 0), (5e5, 5, 0.7), (9e5, 2.9, 0.7)):
+        small = make_config(minutes=5.0, n_layer=2, n_embd=128)
+        cfg = resolved(small, stream_of(n_tokens, 1024), 1e11)
+        assert cfg.max_steps * cfg.batch_tokens == pytest.approx(epochs_done * n_tokens, rel=0.02)
+        assert cfg.short_frac == short_frac
     # A context is that of a small dataset; a large evaluation comes seldom
     assert cfg.eval_every == 150
     stream.seq_len, stream.num_eval_seqs = 512, lambda eval_tokens: eval_tokens // 512
@@ -420,6 +426,9 @@ def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
     fewer = resolved(keep_flags(make_config(minutes=0.1), start_of(saved)), stream, 1e11)
     assert fewer.max_steps < saved.max_steps / 2
     assert fewer == dataclasses.replace(saved, minutes=0.1, max_steps=fewer.max_steps)
+    before = start_of(saved)
+    del before.checkpoint["config"]["dropout"]  # a run from before the flag
+    assert keep_flags(cfg, before).dropout == 0
     said = "--optimizer adamw is for new runs; ckpt_1.pt has muon"
     assert said in refusal(keep_flags, make_config(optimizer="adamw"), start_of(saved))
     # New weights take the model's shape, unless a preset gives another one

@@ -429,7 +429,7 @@ def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(
         assert rows(folder, key) == rows(undisturbed, key)
 
 
-def test_what_an_edit_draws_resumes_exactly(data, tmp_path, monkeypatch):
+def test_what_is_drawn_resumes_exactly(data, tmp_path, monkeypatch):
     forward = GPT.forward
 
     def with_noise(self, idx, targets=None):
@@ -438,7 +438,7 @@ def test_what_an_edit_draws_resumes_exactly(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(GPT, "forward", with_noise)
     rest, whole = tmp_path / "rest", tmp_path / "whole"
-    common = dict(data=data, save_every=2, keep="all", max_steps=4)
+    common = dict(data=data, save_every=2, keep="all", max_steps=4, dropout=0.2)
     tiny_run(whole, **common)
     tiny_run(rest, **common, resume=whole / "ckpt_2.pt")
     losses = rows(whole, "train_loss")
