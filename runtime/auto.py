@@ -111,9 +111,9 @@ def choose_sizes(cfg: Config, stream: TokenStream, dist_ctx: DistContext) -> Con
                 cfg = replace(cfg, batch_tokens=smallest * n_smallest)
         tokens = tokens_in_time(cfg, n_tokens, vocab_size, flops)
         cfg = replace(cfg, max_steps=max(1, round(tokens / cfg.batch_tokens)))
-        # Short sequences save time. Where the epochs end well before the time does, all are whole
-        hasty = replace(cfg, minutes=0.8 * cfg.minutes)
-        has_time = tokens_in_time(hasty, n_tokens, vocab_size, flops) == tokens
+        # Short sequences save time. If the epochs end before the time does, all are whole: the
+        # estimate is about their speed
+        has_time = tokens == max_epochs(cfg, n_tokens, vocab_size) * n_tokens
         if has_time and "short_frac" not in cfg.given:
             cfg = replace(cfg, short_frac=0.0)
     if cfg.eval_every is None:  # ten evaluations
