@@ -130,6 +130,26 @@ def add_noise(model: GPT) -> GPT:
     return model
 
 
+def assert_loss_follows_its_gradient(gpt: GPT) -> None:
+    """With the same random numbers, the loss rises along its gradient as the gradient says."""
+    add_noise(gpt)
+    idx = torch.randint(257, (8, 32), generator=torch.Generator().manual_seed(3)).to(gpt.device)
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(1)
+        return gpt(idx, idx)
+
+    params = [p for name, p in gpt.named_parameters() if name.startswith("blocks.")]
+    grads = torch.autograd.grad(loss(), params)
+    norm = torch.nn.utils.get_total_norm(grads).item()
+    losses = []
+    for step in (-0.01, 0.02):
+        with torch.no_grad():
+            torch._foreach_add_(params, grads, alpha=step / norm)
+        losses.append(loss().item())
+    assert (losses[1] - losses[0]) / 0.02 == pytest.approx(norm, rel=0.01)
+
+
 def groups_of(model: GPT, **settings) -> list[dict]:
     """Parameter groups by optimizer_groups, with TINY's rates."""
     defaults = dict(optimizer="muon", muon_lr=0.02, adam_lr=0.004, weight_decay=0.05)

@@ -4,12 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch._inductor import cpp_builder
 from torch._inductor.utils import fresh_cache
 
 import sample
-from conftest import add_noise, built, compiler_works, final, stream_of, tiny_run
+from conftest import (
+    add_noise,
+    assert_loss_follows_its_gradient,
+    built,
+    compiler_works,
+    final,
+    stream_of,
+    tiny_run,
+)
 from inference.decode import compile_decode_step, decode_step
 from inference.generation import generate
 from ops.compile import keep_gcc_from_copying
@@ -150,26 +157,10 @@ def test_gradients_are_those_of_fp32(shape):
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_dropout_has_one_mask(checkpointing):
-    """The loss rises along its gradient as the gradient says, with the same random numbers."""
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
     flags = dict(compile="default", checkpointing=checkpointing, dropout=0.5, dtype="fp32")
-    gpt = add_noise(built(**flags, n_layer=2, attn="math").raw_model)
-    idx = torch.randint(257, (8, 32), generator=torch.Generator().manual_seed(3))
-
-    def loss() -> torch.Tensor:
-        torch.manual_seed(1)
-        return gpt(idx, idx)
-
-    params = [p for name, p in gpt.named_parameters() if name.startswith("blocks.")]
-    grads = torch.autograd.grad(loss(), params)
-    norm = nn.utils.get_total_norm(grads)
-    losses = []
-    for step in (-0.01, 0.02):
-        with torch.no_grad():
-            torch._foreach_add_(params, grads, alpha=step / norm.item())
-        losses.append(loss().item())
-    assert (losses[1] - losses[0]) / 0.02 == pytest.approx(norm.item(), rel=0.01)
+    assert_loss_follows_its_gradient(built(**flags, n_layer=2, attn="math").raw_model)
 
 
 def test_gcc_deletes_no_stores_before_copies(monkeypatch):

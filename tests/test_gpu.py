@@ -14,6 +14,7 @@ import train_gpt
 from benchmarks import train as bench_train
 from conftest import (
     TINY,
+    assert_loss_follows_its_gradient,
     assert_same_run,
     built,
     flags_of,
@@ -165,6 +166,14 @@ def test_gpu_samples_of_a_run_with_a_16_bit_backend(attn, parallel, data, tmp_pa
     tiny_run(tmp_path / "run", **flags, attn=attn, parallel=parallel)
     log = (tmp_path / "run" / "log.txt").read_text()
     assert log.count("--- sample at step") > 1 and "(no sample" not in log
+
+
+@pytest.mark.parametrize("compile", ["off", "default", "reduce-overhead"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_gpu_dropout_has_one_mask(compile, checkpointing):
+    flags = dict(device="cuda", dtype="fp32", dropout=0.5, n_layer=2)
+    state = built(**flags, compile=compile, checkpointing=checkpointing)
+    assert_loss_follows_its_gradient(state.raw_model)
 
 
 STEPS = {  # flags, and how often a step waits for the device: for the gradient norm
