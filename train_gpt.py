@@ -204,8 +204,8 @@ class Config:
     )
     short_frac: float = flag(
         0.0,
-        "fraction of the steps, at the beginning, with sequences of seq_len / 8; with --minutes 0, "
-        "if the epochs leave time",
+        "fraction of the steps, at the beginning, with sequences of seq_len / 8; if the epochs end "
+        "before --minutes do, 0 unless given",
     )
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")

@@ -111,8 +111,8 @@ def choose_sizes(cfg: Config, stream: TokenStream, dist_ctx: DistContext) -> Con
                 cfg = replace(cfg, batch_tokens=smallest * n_smallest)
         tokens = tokens_in_time(cfg, n_tokens, vocab_size, flops)
         cfg = replace(cfg, max_steps=max(1, round(tokens / cfg.batch_tokens)))
-        # Short sequences save time. If the epochs end before the time does, all are whole: the
-        # estimate is about their speed
+        # Short sequences save time, which is left over if the epochs end first: tokens_in_time
+        # counts FLOPs of whole sequences
         has_time = tokens == max_epochs(cfg, n_tokens, vocab_size) * n_tokens
         if has_time and "short_frac" not in cfg.given:
             cfg = replace(cfg, short_frac=0.0)
@@ -153,6 +153,7 @@ def choose_by_epochs(cfg: Config, stream: TokenStream) -> dict[str, Any]:
         # --init_from was not tried. With a budget, the compiler may recompute another mask
         if cfg.init_from or activation_budget(cfg.checkpointing) < 1:
             dropout = 0.0
+
     ngram_dropout = cfg.ngram_dropout
     if ngram_dropout is None:
         ngram_dropout = dropout_for_epochs(epochs) if ngram > 1 else 0.0
