@@ -5,7 +5,7 @@ train      (the default) the ladder: systems flags added one by one, what is slo
            --cases memory: each mode of activation checkpointing
            --flags="...": a case each, such as --flags="--attn flex --compile"; one is compared
            with none. --ranks 1,2,4: each case under torchrun, on so many ranks
-experiment compare an edit with a base: losses, the time to an equal loss, and a row in --ledger
+experiment compare an edit with a base: losses, time, and a row in --ledger
            (keep, discard or crash). Each --flags="..." is one side: trainer flags, optionally after
            the folder of an edited checkout (docs/changing.md). --final: on validation tokens
            that no other experiment reads

@@ -29,6 +29,8 @@ RULE = (
     "discard"
 )
 P = "p (edit not lower)"  # heading
+# Flags that the experiment sets itself
+VARIED = {"seed", "trials", "out_dir", "resume", "target_val_loss"}
 
 # Columns of the ledger. base: its commit. edit: a hash of the diff and of the flags. score: loss
 # relative to the base's. train_time_s and peak_mem_mb: means of the edit's runs. final: how many
@@ -196,8 +198,11 @@ def read_sides(texts: list[str]) -> dict[str, tuple[Path, list[str]]]:
             checkout = Path(words.pop(0))
             if not (checkout / "train_gpt.py").is_file():
                 raise UserError(f"{checkout} holds no train_gpt.py; give a checkout, or only flags")
-        if any(word.split("=")[0] == "--data" for word in words):
+        names = {word.split("=")[0].removeprefix("--") for word in words}
+        if "data" in names:
             raise UserError("both sides train on the same --data; give it outside of --flags")
+        for name in sorted(VARIED & names):
+            raise UserError(f"--{name} is varied by this benchmark; remove it from --flags")
         sides[side] = checkout, words
     return sides
 
@@ -226,7 +231,9 @@ def train_pair(sides: dict, flags: dict) -> dict[str, dict]:
             if side == "base":
                 raise UserError(f"the base fails: {error}") from None
             raise RunError(str(error)) from None
-        flags.setdefault("dtype", runs[side]["dtype"])  # the first run resolves auto for all
+        # What the first run chooses is for all, unless its side gives a dtype
+        if not any(word.startswith(("--dtype", "--bf16")) for word in words):
+            flags.setdefault("dtype", runs[side]["dtype"])
     return runs
 
 
@@ -256,7 +263,7 @@ def train_all(bench: Bench, sides: dict) -> dict[str, list[dict]]:
 
 def bench_experiment(bench: Bench) -> list[dict]:
     """Train base and edit on each dataset with each seed; print scores, append to the ledger."""
-    bench.forbid_flags("seed", "trials", "out_dir", "resume", "target_val_loss")
+    bench.forbid_flags(*VARIED)
     options = bench.options
     sides = read_sides(options.flags)
     row = dict(verdict="crash")
@@ -279,8 +286,8 @@ def bench_experiment(bench: Bench) -> list[dict]:
         rows = [dict(note=f"the edit fails: {last_line}")]
     note = (
         f"{row['verdict']} ({RULE}). score: the edit's loss / the base's. p: one-sided t-test of "
-        "the pairs' log ratios, that the edit's loss is not lower. speedup: the base's training "
-        "time / the edit's, to the higher of their final losses."
+        "the pairs' log ratios, that the edit's loss is not lower. speedup, with --eval_every: the "
+        "base's training time / the edit's, to the higher of their final losses."
     )
     if options.final:
         note += f" Experiments of this ledger that have read the holdout: {row['final']}."

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from common.errors import RunError, UserError, error_sentence
-from data.stream import TokenStream
 from runtime.auto import choose_auto_values
 from runtime.device import select_device
 from runtime.environment import configure_device
@@ -50,12 +49,7 @@ class Bench:
         self.options = options
         self.repeats = max(1, options.repeats)
         self.device = select_device(flags.get("device", "auto"))
-        self.flags = dict(flags)
-        if self.device.type == "cuda":
-            self.flags.setdefault("preset", "gpt2-small")
-        # The vocabulary of GPT-2's tokenizer, whatever the dataset
-        if self.flags.get("preset", "").startswith("gpt2") and not options.data:
-            self.flags.setdefault("vocab_size", 50304)
+        self.flags = flags
 
     def config(self, flags: str) -> Config:
         """Make the Config of a case: the command line's flags, and its own. Raises UserError.
@@ -63,6 +57,11 @@ class Bench:
         Sequences have full length, which is most of a run's work.
         """
         values = dict(short_frac=0.0) | self.flags | trainer_flags(shlex.split(flags))
+        if self.device.type == "cuda":
+            values.setdefault("preset", "gpt2-small")
+        # The vocabulary of GPT-2's tokenizer, whatever the dataset
+        if values.get("preset", "").startswith("gpt2") and "data" not in values:
+            values.setdefault("vocab_size", 50304)
         return make_config(**values)
 
     def forbid_flags(self, *names: str) -> None:
@@ -146,7 +145,9 @@ def measure(cases: list[Callable], repeats: int) -> list[dict]:
         row = answers[-1]
         if "note" not in row:
             facts, *values = answers
-            row = facts | dict(values=values) | medians(values)
+            row = facts | dict(values=values)
+            for name in values[0]:
+                row[name] = median(value[name] for value in values)
         rows.append(row)
     return rows
 
@@ -169,8 +170,8 @@ def run_python(*argv: str | Path) -> None:
 # Measurements
 
 
-def build_state(cfg: Config) -> tuple[TrainState, TokenStream, Tensor]:
-    """Build state, data and first batch as in the trainer. Raises UserError."""
+def build_state(cfg: Config) -> tuple[TrainState, Tensor]:
+    """Build the state and read the first batch as in the trainer. Raises UserError."""
     dist_ctx = join_ranks()
     configure_device(cfg, dist_ctx)
     check_flags(cfg)
@@ -178,8 +179,7 @@ def build_state(cfg: Config) -> tuple[TrainState, TokenStream, Tensor]:
     stream = open_stream(cfg, dist_ctx)
     cfg = choose_learning_rates(choose_auto_values(cfg, stream, dist_ctx))
     stream.set_batch_tokens(cfg.batch_tokens)
-    state = build(cfg, dist_ctx, stream)
-    return state, stream, get_batch(stream, dist_ctx, 0)
+    return build(cfg, dist_ctx, stream), get_batch(stream, dist_ctx, 0)
 
 
 def time_steps(state: TrainState, batch: Tensor, n: int) -> float:
@@ -190,12 +190,6 @@ def time_steps(state: TrainState, batch: Tensor, n: int) -> float:
     if state.dist_ctx.device.type != "cpu":
         torch.accelerator.synchronize()
     return 1000 * (time.perf_counter() - start) / n
-
-
-def medians(values: list[dict]) -> dict:
-    """Return the median of each number of the measurements."""
-    names = values[0] if values else ()
-    return {name: median(value[name] for value in values) for name in names}
 
 
 # --------------------------------------------------------------------------------------------------

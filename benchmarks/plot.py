@@ -1,12 +1,12 @@
 """`bench.py plot`: a picture of the losses of runs and records, or of a ledger of experiments."""
 
-import csv
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.compare import differing_flags, find_runs
+from benchmarks.experiment import read_ledger
 from benchmarks.harness import Bench
 from common.errors import UserError
 from runtime.log import read_rows
@@ -24,8 +24,9 @@ def draw_ledger(axes: "Axes", path: Path) -> None:
 
     An edit that was kept is part of the next base.
     """
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file, delimiter="\t") if not row["final"]]
+    if not path.exists():
+        raise UserError(f"there is no ledger {path}; bench.py experiment --ledger writes one")
+    rows = [row for row in read_ledger(path) if not row["final"]]
     best = [1.0]
     for number, row in enumerate(rows, 1):
         score = best[-1] * float(row["score"] or 1)
@@ -94,6 +95,7 @@ def bench_plot(bench: Bench) -> None:
     out = Path(options.out or default)
     if out.suffix not in (".svg", ".png"):
         raise UserError(f"--out {out} is not a picture; give an .svg or .png file")
+    out.parent.mkdir(parents=True, exist_ok=True)
     axes = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained").add_subplot()
     if is_ledger:
         draw_ledger(axes, folders[0])

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.harness import Bench, progress, table, trainer_flags
-from common.errors import TrainerError
+from common.errors import TrainerError, UserError
 from common.values import largest_divisor
 from runtime.device import DTYPES, large_matmul_flops, peak_memory_mb, select_device
 from runtime.run_folder import REPO
@@ -70,7 +70,10 @@ CASES = dict(attention=attention_cases, memory=memory_cases)
 def with_micro_batch(bench: Bench, flags: str, n_tokens: int) -> str:
     """Add a micro-batch of at most n_tokens to the flags, unless one is given."""
     cfg = bench.config(flags)
-    n_seqs = max(1, cfg.batch_tokens // cfg.seq_len)
+    if not cfg.batch_tokens:
+        raise UserError("the benchmark needs a batch of a given size; give --batch_tokens a number")
+    ranks = max(bench.options.ranks or [int(os.environ.get("WORLD_SIZE", 1))])
+    n_seqs = max(1, cfg.batch_tokens // cfg.seq_len // ranks)
     micro_batch = cfg.micro_batch or largest_divisor(n_seqs, n_tokens // cfg.seq_len)
     return f"{flags} --micro_batch {micro_batch}"
 
@@ -87,7 +90,7 @@ def step_case(cfg: Config, n_cases: int) -> Iterator[dict]:
     start = time.perf_counter()
     if n_cases > 1 and select_device(cfg.device).type == "cuda":
         torch.cuda.set_per_process_memory_fraction(0.9 / n_cases)
-    state, _, batch = harness.build_state(cfg)
+    state, batch = harness.build_state(cfg)
     harness.time_steps(state, batch, 3)  # compiles, warms up
     n_steps = max(1, 2**14 // state.cfg.batch_tokens)  # per measurement, the same on all ranks
     device, world_size = state.dist_ctx.device, state.dist_ctx.world_size
@@ -126,6 +129,7 @@ def bench_train(bench: Bench) -> list[dict] | None:
 
     Under torchrun, measure its ranks; only rank 0 returns rows.
     """
+    bench.forbid_flags("init_from", "resume")
     options = bench.options
     if not (options.cases or options.flags or options.ranks or "WORLD_SIZE" in os.environ):
         return climb_ladder(bench)

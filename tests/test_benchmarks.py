@@ -40,12 +40,16 @@ def test_cases_are_interleaved_and_what_ends_one_is_its_note():
         "--n_layers 2",
         "train --compile",
         "--cases memory --offload optimizer",
+        "--cases memory --batch_tokens auto",
+        "--init_from a",
         "train --data a b",
         "train --flags=--no_flag",
         "compare",
         "plot",
+        "plot nothing.tsv",
         "experiment --flags= --final",
         "experiment --flags=--data=a",
+        "experiment --flags=--seed=5",
         "experiment --flags=nowhere",
     ),
 )
@@ -155,7 +159,10 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     code, out = ended(base, edit + "1 --adam_lr=9")
     assert code == 0 and "the edit fails: it diverged" in out
     assert ended(base + " --adam_lr=9", edit + "1")[0] == 2
-    assert "have read the holdout: 1." in ended("--final", base, edit + "2")[1]
+    order.unlink()
+    assert "holdout: 1." in ended("--final", base + " --dtype=bf16", edit + "2")[1]
+    # A given dtype is its side's alone; the other side's first run settles auto
+    assert order.read_text().splitlines()[:3] == ["0 0_a 1 bf16", "0 0_a 2 ", "0 1_b 1 bf16"]
 
     with open(ledger) as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
