@@ -25,7 +25,7 @@ from common.files import atomic_write
 from data.tokenizers import Tokenizer, get_tokenizer
 from inference.generation import SAMPLING, freeze, random_tokens
 from inference.int8 import quantize
-from model import GPT, GPTConfig
+from model import GPT
 from ops.ngrams import rows_of_hashes
 from runtime.checkpoint import (
     document_token,
@@ -224,7 +224,7 @@ def export(path: Path, kind: str, out: Path, dtype: str = "fp32") -> None:
     if dtype != "fp32" and kind != "safetensors":
         raise UserError(f"--dtype {dtype} is for --to safetensors; remove it")
     checkpoint = with_eval_weights(read_checkpoint(path))
-    cfg = model_config(checkpoint, GPTConfig, path)
+    cfg = model_config(checkpoint, path)
     model = GPT(cfg, eot=document_token(checkpoint), seed=None)
     load_weights(model, checkpoint, path)
     out.parent.mkdir(parents=True, exist_ok=True)

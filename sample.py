@@ -31,7 +31,7 @@ from inference.generation import (
     tokens_to_cpu,
 )
 from inference.int8 import quantize
-from model import GPT, GPTConfig
+from model import GPT
 from runtime.checkpoint import (
     BEST,
     document_token,
@@ -81,7 +81,7 @@ def load(
     """
     checkpoint = read_checkpoint(path)
     device = select_device(device_name)
-    cfg = model_config(checkpoint, GPTConfig, path)
+    cfg = model_config(checkpoint, path)
     trained_in = checkpoint["config"].get("dtype")
     dtype = DTYPES[faster_dtype(dtype_name, device, cfg.n_embd, trained_in)]
     with torch.device(device):

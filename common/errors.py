@@ -41,7 +41,7 @@ BAD_PATH = (
     errno.EROFS,
 )
 
-NO_ROOM = (errno.ENOSPC, getattr(errno, "EDQUOT", None))
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 # In messages of PyTorch, CUDA, Triton, cuBLAS, the system, and of oneDNN when it cannot allocate
 NO_MEMORY = re.compile(
@@ -87,22 +87,10 @@ def error_sentence(error: Exception) -> str:
             f"{error.filename} cannot be read or written ({error.strerror}); give a different "
             "path, or repair this one"
         )
-    inner = getattr(error, "inner_exception", None)  # torch.compile wraps the cause
-    if isinstance(inner, OSError) or type(inner).__name__ == "CppCompileError":
-        return compile_sentence(error)
     has_ranks = "WORLD_SIZE" in os.environ
     if has_ranks and isinstance(error, RuntimeError) and NO_CONNECTION.search(text):
         return f"another rank has ended ({text.splitlines()[0][:160]}); its own message says why"
     return ""
-
-
-def compile_sentence(error: Exception) -> str:
-    """Say in one sentence how torch.compile's C++ compiler or cache failed."""
-    words = str(getattr(error, "inner_exception", error)).split("Output:\n")[-1]
-    return (  # compilers name the error at the end of their output
-        f"--compile failed in the compiler or its cache ({' '.join(words.split())[-300:]}); repair "
-        "it, set TORCHINDUCTOR_CACHE_DIR, or remove --compile"
-    )
 
 
 def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> int:

@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_map_with_path
 from common.errors import RunError, UserError, is_out_of_memory
 from common.files import atomic_write
 from data.tokenizers import get_tokenizer
+from model import GPT, GPTConfig
 from ops.parallel import get_rank, shard_like, state_to_full, to_local
 from runtime.progress import MAX_BAD_STEPS
 from runtime.ranks import run_on_rank0
 
 if TYPE_CHECKING:
-    from model import GPT, GPTConfig
     from runtime.run import Run
 
 FORMAT = 2  # bump it when the content changes: older files are then refused
@@ -106,15 +106,14 @@ def with_eval_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint | dict(model=weights)
 
 
-def model_config(checkpoint: dict[str, Any], kind: type[GPTConfig], path: Path) -> GPTConfig:
-    """Return the model's configuration as an instance of `kind`, GPTConfig. Raises UserError."""
-    saved = checkpoint["model_config"]
-    version = kind().version
-    if saved["version"] == version and saved.keys() <= vars(kind()).keys():
-        return kind(**saved)
+def model_config(checkpoint: dict[str, Any], path: Path) -> GPTConfig:
+    """Return the model's configuration. Raises UserError if it is of another version."""
+    saved, ours = checkpoint["model_config"], GPTConfig()
+    if saved["version"] == ours.version and saved.keys() <= vars(ours).keys():
+        return GPTConfig(**saved)
     raise UserError(
-        f"{path} does not fit version {version} of the model, its configuration being {saved}; use "
-        "the source that made it, a copy of which is in its run's folder"
+        f"{path} does not fit version {ours.version} of the model, its configuration being "
+        f"{saved}; use the source that made it, a copy of which is in its run's folder"
     )
 
 
@@ -175,7 +174,7 @@ def load_optimizer(
     if getattr(optimizer, "offload", False):
         for p, state in optimizer.state.items():
             for key, value in state.items():
-                if p.is_cuda and value.shape == p.shape:
+                if isinstance(value, Tensor) and p.is_cuda and value.shape == p.shape:
                     state[key] = to_local(value).cpu().pin_memory()
 
 

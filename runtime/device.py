@@ -54,10 +54,10 @@ def select_device(name: str) -> torch.device:
     """Select the kind of device; "auto" is cuda if available, else cpu. Raises UserError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+    if name != "cpu" and not getattr(torch, name).is_available():
         raise UserError(
-            "--device cuda was asked for, but PyTorch sees no CUDA device here; use --device cpu, "
-            "or install a CUDA build of PyTorch and check that nvidia-smi works"
+            f"PyTorch sees no {name.upper()} device here; use --device cpu, or install a build of "
+            "PyTorch for it (CUDA: check that nvidia-smi works)"
         )
     return torch.device(name)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.errors import UserError, compile_sentence
+from common.errors import UserError
 from common.values import env_int
 from ops.attention import layer_windows
 from ops.recompute import activation_budget
@@ -44,7 +44,7 @@ def check_flags(cfg: Config) -> None:
     # What is wrong, and what to say then
     for is_wrong, sentence in (
         (
-            needs_folder and "out_dir" not in cfg.given and cfg.resume in ("", "auto"),
+            needs_folder and "out_dir" not in cfg.given and not cfg.resume,
             "torchrun --max-restarts needs a folder to resume from; give --out_dir",
         ),
         (
@@ -63,7 +63,9 @@ def check_flags(cfg: Config) -> None:
             "the size of the dataset; give numbers",
         ),
         (
-            cfg.batch_tokens and cfg.batch_tokens % cfg.seq_len,
+            # --params auto chooses a batch that is one, unless it is given
+            (cfg.params is not None or "batch_tokens" in cfg.given)
+            and (cfg.batch_tokens or 0) % cfg.seq_len,
             f"--batch_tokens {cfg.batch_tokens} is not a multiple of --seq_len {cfg.seq_len}; "
             "change one of them",
         ),
@@ -73,12 +75,8 @@ def check_flags(cfg: Config) -> None:
             "more than 1; lower one",
         ),
         (
-            (cfg.dropout or 0) >= 1,
-            f"--dropout is {cfg.dropout}; expected a probability below 1, or auto",
-        ),
-        (
-            (cfg.ngram_dropout or 0) >= 1,
-            f"--ngram_dropout is {cfg.ngram_dropout}; expected a probability below 1, or auto",
+            max(cfg.dropout or 0, cfg.ngram_dropout or 0, cfg.short_frac) >= 1,
+            "--dropout, --ngram_dropout and --short_frac are fractions; give less than 1",
         ),
         (
             cfg.dropout and activation_budget(cfg.checkpointing) < 1,
@@ -185,4 +183,9 @@ def check_compiler(device: torch.device) -> None:
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
     except Exception as error:
-        raise UserError(compile_sentence(error)) from None
+        # torch.compile wraps the cause, and compilers name the error at the end of their output
+        words = str(getattr(error, "inner_exception", error)).split("Output:\n")[-1].split()
+        raise UserError(
+            f"--compile failed in the compiler or its cache ({' '.join(words)[-300:]}); repair it, "
+            "set TORCHINDUCTOR_CACHE_DIR, or remove --compile"
+        ) from None

@@ -22,7 +22,7 @@ from common.values import nan_to_none
 from runtime.device import peak_flops, peak_memory_mb
 from runtime.progress import Clock, time_left
 from runtime.ranks import DistContext, mean_over_ranks, run_on_rank0
-from runtime.run_folder import copy_sources, have_changed, run_sources
+from runtime.run_folder import copy_sources, run_sources
 
 if TYPE_CHECKING:
     from runtime.run import Run
@@ -99,21 +99,24 @@ class Log:
 
         # log.txt and source/
         path = self.folder / "log.txt"
-        self.text = open(path, "a" if step else "w", encoding="utf-8", errors="replace")
+        self.text = open(path, "a+" if step else "w+", encoding="utf-8", errors="replace")
+        self.text.seek(0)
+        earlier = self.text.read()
         flags = dataclasses.asdict(cfg)
         sources = run_sources()
         hashes = [f"{name} sha256 {sha256_of_file(source)}" for name, source in sources.items()]
+        hashes_line = f"sources: {', '.join(hashes)}"
+        if hashes_line not in earlier:  # else a start with the same sources has copied them
+            source_folder = f"source_{step}" if step else "source"
+            copy_sources(sources, self.folder / source_folder)
         for line in (
             f"{SECTION} run",
             json.dumps(flags),
             f"command: {shlex.join(sys.argv)}",
-            f"sources: {', '.join(hashes)}",
+            hashes_line,
             *self.early_lines,
         ):
             self.write(self.text, line)
-        if not step or have_changed(sources, self.folder):
-            source_folder = f"source_{step}" if step else "source"
-            copy_sources(sources, self.folder / source_folder)
 
         if cfg.wandb:
             self.start_wandb(flags, step, is_new=not step or history != rows)

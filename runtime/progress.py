@@ -111,9 +111,9 @@ class Status:
     """Where a run is between two steps, the same on all ranks."""
 
     progress: float  # the fraction of the run that is done, which schedules follow
-    is_signaled: bool = False  # a rank was asked to stop
-    is_time_up: bool = False  # --max_minutes are over
-    is_save_due: bool = False
+    is_signaled: bool  # a rank was asked to stop
+    is_time_up: bool  # --max_minutes are over
+    is_save_due: bool
 
 
 def agree_on_status(run: Run) -> Status:

@@ -101,9 +101,9 @@ def raise_on_all_ranks() -> Iterator[None]:
     if not any_rank(own_error is not None):  # in each step: cheap
         return
     for rank, first_error in enumerate(gather_objects(own_error)):
-        if first_error is not None and rank == get_rank():
-            raise own_error  # with its traceback
         if first_error is not None:
+            if rank == get_rank():
+                raise own_error  # with its traceback
             first_error.printed = True
             raise first_error
 

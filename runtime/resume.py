@@ -153,11 +153,11 @@ def choose_folder(cfg: Config) -> Path:
     """
     if cfg.out_dir:
         return Path(cfg.out_dir)
-    if cfg.resume == "newest":
+    if cfg.resume in ("newest", "auto"):
         raise UserError("--resume does not say which run: add --out_dir and the run's folder")
     path = Path(cfg.resume)
     folder = path if path.is_dir() else path.parent
-    if cfg.resume not in ("", "auto") and (folder / "log.txt").exists():
+    if cfg.resume and (folder / "log.txt").exists():
         return folder
     return new_run_folder(cfg.preset)
 

@@ -112,11 +112,7 @@ class Run:
         self.tried_step = state.step
         self.log.begin(self)
         self.has_begun = True
-        losses = losses_so_far(self)
-        if self.log.last_eval_step == state.step and losses[-1] == min(losses):
-            # The run may have been killed between this evaluation and saving its weights
-            save_best_weights(self, losses[-1])
-        self.best_val_loss = min(losses, default=math.inf)
+        self.best_val_loss = min(losses_so_far(self), default=math.inf)
         for line in describe_run(self):
             self.log.info(line)
 
@@ -161,6 +157,8 @@ class Run:
 
     def add_evaluation(self, val_loss: float, val_bpb: float) -> None:
         """Log a validation loss, and save the weights if it is the lowest so far."""
+        # The weights first: a run that is killed in between evaluates this step again
+        save_best_weights(self, val_loss)
         self.log.evaluation(self.state, val_loss, val_bpb)
         has_risen = val_loss > self.best_val_loss
         if has_risen and may_overfit(self, self.log.evaluations[-1]):
@@ -168,7 +166,6 @@ class Run:
                 f"val_loss has risen from {self.best_val_loss:.4f}, that of ckpt_best.pt: the "
                 "model may be memorizing the dataset"
             )
-        save_best_weights(self, val_loss)
 
     def log_error(self, error: Exception) -> None:
         """Write the error that ends the run to log.txt, from the rank that it is on."""

@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import distributions
 from pathlib import Path
 
 from common.errors import UserError
@@ -73,18 +72,18 @@ def find_sources(repo: Path) -> dict[str, Path]:
 
 
 SOURCE_FILES = find_sources(REPO)
+PACKAGES = {"site-packages", "dist-packages"}  # folders of installed packages
 
 
 def run_sources() -> dict[str, Path]:
     """Find SOURCE_FILES, and every other module of the repository that is loaded.
 
-    Installed packages are left out, wherever their folder is.
+    Installed packages are left out: a virtual environment may lie in the repository.
     """
     sources = dict(SOURCE_FILES)
-    installed = {Path(str(found.locate_file(""))).resolve() for found in distributions()} - {REPO}
     for module in list(sys.modules.values()):
         file = Path(getattr(module, "__file__", None) or "")
-        is_ours = file.is_relative_to(REPO) and installed.isdisjoint(file.resolve().parents)
+        is_ours = file.is_relative_to(REPO) and PACKAGES.isdisjoint(file.parts)
         if is_ours and file.is_file():
             sources.setdefault(file.relative_to(REPO).as_posix(), file)
     return sources
@@ -95,15 +94,3 @@ def copy_sources(sources: dict[str, Path], folder: Path) -> None:
     for name, path in sources.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)
-
-
-def have_changed(sources: dict[str, Path], folder: Path) -> bool:
-    """Return True if the newest copy of the sources in a run's folder differs from them."""
-    copies = sorted(folder.glob("source*"), key=lambda path: path.stat().st_mtime)
-    if not copies:
-        return True
-    for name, path in sources.items():
-        copy = copies[-1] / name
-        if not copy.exists() or copy.read_bytes() != path.read_bytes():
-            return True
-    return False

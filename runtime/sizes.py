@@ -74,7 +74,7 @@ def flags_for_size(params: float, given: dict[str, Any], tokens: float = 0) -> d
 
     n_params = 12 * n_layer * n_embd**2
     tokens = tokens or TOKENS_PER_PARAM * n_params
-    batch_tokens = max(1, given.get("batch_tokens") or batch_for_tokens(tokens))
+    batch_tokens = given.get("batch_tokens") or batch_for_tokens(tokens)
     # As in the presets: what was measured for a width of 128, n-grams for small models
     is_narrow = n_embd <= 256
     return dict(

@@ -181,13 +181,15 @@ def test_values_as_they_are_written():
 
 REFUSED = (
     ("cpu", "--max_steps auto", "--max_steps auto and --batch_tokens auto are for --init_from"),
-    ("cpu", "--dropout 1.0", "--dropout is 1.0; expected a probability below 1"),
+    ("cpu", "--dropout 1.0", "--short_frac are fractions; give less than 1"),
+    ("cpu", "--short_frac 70", "--short_frac are fractions; give less than 1"),
     ("cpu", "--dropout 0.1 --checkpointing 0.3 --compile", "use none, selective or full"),
-    ("cpu", "--ngram_dropout 1.0", "--ngram_dropout is 1.0; expected a probability below 1"),
+    ("cpu", "--ngram_dropout 1.0", "--short_frac are fractions; give less than 1"),
     ("cpu", "--warmup_frac 0.5 --cooldown_frac 0.6", "add up to more than 1"),
     ("cpu", "--n_head 5", "make it a multiple of 10, or change --n_head"),
     ("cpu", "--window SLX", "--window is 'SLX'; expected letters S and L"),
     ("cpu", "--batch_tokens 1000", "not a multiple of --seq_len 1024; change one of them"),
+    ("cpu", "--minutes 1 --batch_tokens 1000", "not a multiple of --seq_len 1024; change one"),
     ("cpu", "--checkpointing 1.0", "is '1.0'; expected auto, none, selective, full, or a"),
     ("cpu", "--checkpointing 0.5", "with --attn auto needs the compiler; add --compile"),
     ("cpu", "--attn flex --checkpointing selective", "with --attn flex needs the compiler"),

@@ -107,6 +107,14 @@ def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, packed):
     assert set(packed) <= {OFFLOAD_MIN_NUMEL}
 
 
+def test_gpu_offloaded_optimizer_resumes(data, tmp_path):
+    flags = dict(data=data, device="cuda", offload="optimizer", ngram=2, ngram_rows=64)
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    tiny_run(whole, **flags, save_every=2, keep="all")
+    tiny_run(rest, **flags, resume=whole / "ckpt_2.pt")
+    assert_same_run(rest, whole)
+
+
 def test_gpu_compiled_step_is_the_plain_one():
     plain, compiled = (
         one_step(some_batch(), device="cuda", compile=compile, doc_mask=True)
