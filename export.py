@@ -23,20 +23,14 @@ import torch.nn.functional as F
 from common.errors import UserError, run_command
 from common.files import atomic_write
 from data.tokenizers import Tokenizer, get_tokenizer
-from inference.generation import SAMPLING, freeze, random_tokens
+from inference.generation import SAMPLING, random_tokens
 from inference.int8 import quantize
 from model import GPT
 from ops.ngrams import rows_of_hashes
-from runtime.checkpoint import (
-    document_token,
-    load_weights,
-    model_config,
-    read_checkpoint,
-    with_eval_weights,
-)
+from runtime.checkpoint import read_checkpoint
 from runtime.device import DTYPES
 from runtime.flags import Parser
-from sample import RUN_HELP, find_file
+from sample import RUN_HELP, find_file, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,12 +39,12 @@ if TYPE_CHECKING:
 def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
     """Write the weights under the model's parameter names, with metadata.
 
-    "config" is GPTConfig and the tokenizer, in JSON; "vocabulary" is the text of tokenizer.json,
-    empty for GPT-2's tokenizer and bytes.
+    "config" is GPTConfig, the tokenizer, and GPT's `eot`, in JSON; "vocabulary" is the text of
+    tokenizer.json, empty for GPT-2's tokenizer and bytes.
     """
     from safetensors.torch import save
 
-    config = checkpoint["model_config"] | dict(tokenizer=checkpoint["tokenizer"])
+    config = checkpoint["model_config"] | dict(tokenizer=checkpoint["tokenizer"], eot=model.eot)
     metadata = dict(
         format="pt",
         config=json.dumps(config),
@@ -223,10 +217,10 @@ def export(path: Path, kind: str, out: Path, dtype: str = "fp32") -> None:
         raise UserError(f"{out} exists already; give a different --out, or delete it")
     if dtype != "fp32" and kind != "safetensors":
         raise UserError(f"--dtype {dtype} is for --to safetensors; remove it")
-    checkpoint = with_eval_weights(read_checkpoint(path))
-    cfg = model_config(checkpoint, path)
-    model = GPT(cfg, eot=document_token(checkpoint), seed=None)
-    load_weights(model, checkpoint, path)
+    checkpoint = read_checkpoint(path, verify=False)  # load() verifies it
+    model, _ = load(path, "cpu", "fp32")
+    if hasattr(model.wte, "weight_int8"):
+        raise UserError(f"{path} is in int8; give the run that it was made from")
     out.parent.mkdir(parents=True, exist_ok=True)
     # The exporters print warnings about their own packages
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -234,7 +228,7 @@ def export(path: Path, kind: str, out: Path, dtype: str = "fp32") -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            write(freeze(model).to(DTYPES[dtype]), checkpoint, out)
+            write(model.to(DTYPES[dtype]), checkpoint, out)
     except ImportError as error:
         raise UserError(
             f"--to {kind} needs {error.name}, which is not installed; pip install {error.name}"

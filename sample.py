@@ -62,11 +62,11 @@ def find_file(run: str | Path, best: bool = False) -> Path:
         if best:
             raise UserError(f"{path} is a file, but --best is for a run's folder; remove --best")
         return path
-    name = BEST if best else "ckpt_<step>.pt"
-    found = list(path.glob(BEST)) if best else list_checkpoints(path)
+    found = [] if best else list_checkpoints(path)
+    found += path.glob(BEST)
     if not found:
         raise UserError(
-            f"there is no {name} in {path}; give the folder of a run that has saved one, or a "
+            f"there is no checkpoint in {path}; give the folder of a run that has saved one, or a "
             "checkpoint file"
         )
     return found[0]
@@ -89,8 +89,6 @@ def load(
         if any(name.endswith("_int8") for name in checkpoint["model"]):
             quantize(model)
     load_weights(model, with_eval_weights(checkpoint), path)
-    if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
-        raise UserError(f"{path} holds weights that are not finite; use an earlier checkpoint")
     if int8:
         quantize(model)
     tokenizer = get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary"))

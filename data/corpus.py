@@ -448,6 +448,8 @@ def parquet_rows(stream: Stream, path: Path, keys: Sequence[str]) -> Iterator[di
 # -----------------------------------------------------------------------------
 # WikiText
 
+TITLE = re.compile(rb" = (?!=).* = \n")  # a heading of the first level
+
 
 def read_wikitext(archive: Path) -> Iterator[Piece]:
     """Yield the lines of a WikiText archive in its own splits. Each article is a document."""
@@ -460,14 +462,9 @@ def read_wikitext(archive: Path) -> Iterator[Piece]:
             previous = b""
             for line in members.open(name):
                 # A heading after a blank line starts the next article
-                if is_title(line) and has_text and not previous.strip():
+                if TITLE.fullmatch(line) and has_text and not previous.strip():
                     starts_document = True
                 yield split, starts_document, line
                 starts_document = False
                 has_text = has_text or bool(line.strip())
                 previous = line
-
-
-def is_title(line: bytes) -> bool:
-    """Return True for a heading of the first level, such as ` = Title = `."""
-    return line.startswith(b" = ") and not line.startswith(b" = =") and line.endswith(b" = \n")

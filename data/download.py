@@ -114,6 +114,8 @@ def prepare_fineweb(out: str | None = None, shards: int = 103) -> None:
 
     shards: the number of training shards. Raises UserError.
     """
+    if shards < 1:
+        raise UserError(f"--shards is {shards}; expected 1 or more")
     folder = Path(out or DATA_DIR / "fineweb10B")
     if (folder / "meta.json").exists():
         meta = meta_or_gpt2(folder)

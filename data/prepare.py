@@ -163,7 +163,7 @@ def default_folder(options: Options, paths: Sequence[str | Path]) -> Path:
     name = options.source
     if paths:
         common = Path(os.path.commonpath([os.path.abspath(path) for path in paths]))
-        name = common.name if common.is_dir() else common.stem
+        name = (common.name if common.is_dir() else common.stem) or "files"
         if name in SOURCES:
             name += "_files"
     if options.tokenizer not in (None, SOURCES[options.source]):
@@ -185,7 +185,7 @@ def is_prepared(folder: Path, options: Options) -> bool:
     # Folders made by other programs do not record their options
     recorded = meta_or_gpt2(folder).get("options", {})
     for name, now in asdict(options).items():
-        before = recorded.get(name, now)
+        before = recorded.get(name)
         if before != now:
             raise UserError(
                 f"{folder} was made with {name} {before}, not {now}; remove it, or choose a "
@@ -372,10 +372,10 @@ def encode_file(path: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
     """
     documents = corpus.split_documents([path], ["text"], itertools.repeat(sys.maxsize))
     encoded = encode_pieces(tokenizer, corpus.cut_pieces(documents))
-    tokens = [np.empty(0, dtype=np.uint16)]
-    tokens += [tokens for _, tokens, _, _ in encoded]
-    n_bytes = sum(n_bytes for _, _, n_bytes, _ in encoded)
-    return np.concatenate(tokens)[1:], n_bytes  # without the end-of-text token before it
+    if not encoded:
+        raise UserError(f"there is no text in {path}; give a different file")
+    _, tokens, sizes, _ = zip(*encoded)
+    return np.concatenate(tokens)[1:], sum(sizes)  # without the end-of-text token before it
 
 
 # -----------------------------------------------------------------------------

@@ -42,11 +42,9 @@ def check_shard(path: Path) -> tuple[int, np.dtype]:
     """
     # A missing or short file gets a header of zeros
     size = path.stat().st_size if path.is_file() else 0
-    header = bytes(12)
+    magic, version, count = 0, 0, 0
     if size >= HEADER_BYTES:
-        with open(path, "rb") as file:
-            header = file.read(12)
-    magic, version, count = np.frombuffer(header, dtype="<i4").tolist()
+        magic, version, count = np.fromfile(path, "<i4", 3).tolist()
 
     if magic and magic not in FORMATS:
         raise UserError(

@@ -164,7 +164,7 @@ def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarra
     while i < len(starts):
         chosen.append(i)
         i = following[i]
-    return starts[chosen].astype(np.int64)
+    return starts[chosen]
 
 
 class TokenStream:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from common.errors import UserError
 from data.prepare import encode_file
 from data.questions import Question, read_questions
-from data.tokenizers import Tokenizer
+from data.tokenizers import END_OF_TEXT, Tokenizer
 from model import GPT
 
 Table = dict[str, dict[str, float]]
@@ -67,18 +67,15 @@ def perplexity(model: GPT, tokenizer: Tokenizer, path: Path, stride: int) -> Tab
     summed_loss. Raises UserError.
     """
     seq_len = model.cfg.seq_len
-    if not path.is_file() or path.suffix in (".csv", ".jsonl", ".gz"):
-        raise UserError(
-            f"{path} is not a plain text file; --perplexity needs one, so write its texts into one"
-        )
+    if not path.is_file():
+        raise UserError(f"there is no file {path}; --perplexity needs a text")
     if stride > seq_len:
         raise UserError(f"--stride is {stride}; expected at most the context length of {seq_len}")
     tokens, n_bytes = encode_file(path, tokenizer)
-    if len(tokens) == 0:
-        raise UserError(f"{path} is empty; --perplexity needs some text")
     loss = summed_loss(model, tokens, tokenizer.eot, stride)
 
-    n_words = len(tokenizer.decode_bytes(tokens.tolist()).split())
+    text = tokenizer.decode_bytes(tokens.tolist()).replace(END_OF_TEXT, b" ")
+    n_words = len(text.split())
     counts = {"per token": len(tokens), "per byte": n_bytes, "per word": n_words}
     table = {}
     for unit, count in counts.items():
@@ -135,10 +132,10 @@ def score_endings(model: GPT, pairs: Pairs) -> tuple[Tensor, Tensor]:
     return scores, is_greedy
 
 
-def encode_question(question: Question, tokenizer: Tokenizer, seq_len: int, place: str) -> Pairs:
+def encode_question(question: Question, tokenizer: Tokenizer, seq_len: int) -> Pairs:
     """Return the tokens of the context with those of each ending; a context has at least one token.
 
-    Raises UserError, naming the place, if an ending is longer than seq_len.
+    Raises UserError if an ending is longer than seq_len.
     """
     context = tokenizer.encode(question.context).tolist()
     if question.starts_document or not context:
@@ -148,7 +145,7 @@ def encode_question(question: Question, tokenizer: Tokenizer, seq_len: int, plac
         ending = torch.tensor(tokenizer.encode(text).tolist())
         if len(ending) > seq_len:
             raise UserError(
-                f"{place} has an ending of {len(ending)} tokens; "
+                f"the ending {text[:40]!r} has {len(ending)} tokens; "
                 f"expected at most the context length of {seq_len}"
             )
         pairs.append((torch.tensor(context), ending))
@@ -180,10 +177,7 @@ def answer_choices(model: GPT, tokenizer: Tokenizer, path: Path) -> Table:
         raise UserError(
             f"{path} mixes questions with one ending and with several; split it into two files"
         )
-    encoded = []
-    for number, question in enumerate(questions, 1):
-        place = f"{path}, question {number}"
-        encoded.append(encode_question(question, tokenizer, model.cfg.seq_len, place))
+    encoded = [encode_question(q, tokenizer, model.cfg.seq_len) for q in questions]
 
     scores, is_greedy = score_endings(model, list(itertools.chain.from_iterable(encoded)))
     if n_endings == {1}:

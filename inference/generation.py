@@ -128,10 +128,7 @@ class KVCache:
 
         if T > 1:
             return tokens, position, model.attention_masks(idx, "sdpa")
-        return tokens, position, self.masks(model, position)
-
-    def masks(self, model: GPT, position: Tensor) -> dict[int, Tensor | None]:
-        """For each window, the slots that the token at `position` (1,) attends to."""
+        # For each window, the slots that the token attends to
         masks = {}
         for window, layer in zip(model.windows, self.layers):
             if window in masks:
@@ -140,7 +137,7 @@ class KVCache:
             same_doc = key >= self.doc_start[:, None, None, None]  # (B, 1, 1, size)
             allowed = may_attend(position[:, None], key, window, True, same_doc)
             masks[window] = allowed & (key >= 0)  # negative: an empty slot
-        return masks
+        return tokens, position, masks
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,12 +15,6 @@ from ops.ngrams import NgramEmbedding, rows_of_hashes
 FEW_ROWS = 16
 
 
-def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weight (N, K) in int8, and fp32 scales (N,): each row's largest magnitude / 127."""
-    scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
-    return (weight.float() / scale[:, None]).round().to(torch.int8), scale
-
-
 class Int8Weight(nn.Module):
     """Holds a weight (N, K) in int8, and the scale of each of its rows."""
 
@@ -29,9 +23,10 @@ class Int8Weight(nn.Module):
 
     def __init__(self, weight: Tensor):
         super().__init__()
-        weight_int8, weight_scale = round_to_int8(weight)
-        self.register_buffer("weight_int8", weight_int8)
-        self.register_buffer("weight_scale", weight_scale)
+        weight = weight.float()
+        scale = weight.abs().amax(1).clamp(min=1e-12) / 127  # each row's largest magnitude
+        self.register_buffer("weight_int8", (weight / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("weight_scale", scale)
 
     @property
     def weight(self) -> Tensor:

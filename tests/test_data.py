@@ -491,6 +491,12 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch, capsy
     (tmp_path / "in" / "a.txt").write_text("same size " * 50)
     said = refusal(prepared, folder, "in")
     assert re.search("was made with texts 2 files, hash .*, not 2 files, hash ", said)
+    # So is a folder whose meta.json was written by hand
+    (tmp_path / "hand").mkdir()
+    meta = meta_or_gpt2(folder)
+    del meta["options"]
+    (tmp_path / "hand" / "meta.json").write_text(json.dumps(meta))
+    assert "was made with source None, not files" in refusal(prepared, tmp_path / "hand", "in")
     assert tree(folder) == before
     for out in (tmp_path / "in", tmp_path / "b.txt"):
         assert "not a folder of prepared data; choose a different" in refusal(prepared, out, "in")
@@ -599,7 +605,7 @@ def test_fineweb(server, tmp_path, capsys, monkeypatch):
         return run_command(prepare.main, words), capsys.readouterr().err
 
     missing = server.files.popitem()
-    assert run(2)[0] == 2 and not (folder / "meta.json").exists()
+    assert run(0)[0] == 2 and run(2)[0] == 2 and not (folder / "meta.json").exists()
     server.files |= [missing]
     for shards in (2, 1):  # what has arrived stays
         assert run(shards)[0] == 0 and len(server.requests) == 7

@@ -91,7 +91,7 @@ def test_choices_on_the_command_line(noisy, tmp_path, capsys):
     title, columns, *rows = capsys.readouterr().out.splitlines()
     assert title == str(path) and columns.split() == ["accuracy", "std", "error"] and len(rows) == 2
     write(path, [*QUESTIONS, QUESTIONS[0] | dict(endings=["b" * 65, "c"])])
-    with pytest.raises(UserError, match="question 5 has an ending of 65 tokens"):
+    with pytest.raises(UserError, match="the ending 'bbb.* has 65 tokens"):
         answer_choices(random_gpt(vocab_size=257, seq_len=64), BYTES, path)
 
 
@@ -99,6 +99,6 @@ def test_hellaswags_rows_are_scored_as_elsewhere(tmp_path):
     row = dict(ctx="A man. he", endings=["stops.", "goes."], label=1, activity_label="Ice")
     path = write(tmp_path / "q.jsonl", [row, row | dict(ctx="A man. he  ")])
     for question, space in zip(data.questions.read_questions(path), (" ", "   ")):
-        pairs = encode_question(question, BYTES, 64, "")
+        pairs = encode_question(question, BYTES, 64)
         texts = [[bytes(tokens).decode() for tokens in pair] for pair in pairs]
         assert texts == [["A man. he", space + "stops."], ["A man. he", space + "goes."]]

@@ -58,7 +58,7 @@ def test_safetensors(dtype, windowed, tmp_path, capsys):
     torch.testing.assert_close(safetensors.load_file(path), weights, rtol=0, atol=0)
     with safetensors.safe_open(path, "pt") as file:
         config = json.loads(file.metadata()["config"])
-    assert config == checkpoint["model_config"] | dict(tokenizer="bytes")
+    assert config == checkpoint["model_config"] | dict(tokenizer="bytes", eot=256)
     assert list(tmp_path.iterdir()) == [path]
 
 

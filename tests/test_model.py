@@ -30,7 +30,7 @@ from conftest import (
 from inference import decode, int8
 from inference.decode import Repeats, compile_decode_step, decode_step, sample_token
 from inference.generation import NO_CACHE, KVCache, cache_is_exact, generate
-from inference.int8 import quantize, round_to_int8
+from inference.int8 import Int8Weight, quantize
 from model import GPT, GPTConfig, attention, cross_entropy, may_attend
 from ops.attention import attention_mask
 from ops.compile import apply_compile
@@ -486,7 +486,8 @@ def round_weights(gpt) -> None:
     for p in gpt.parameters():
         if p.dim() == 1:
             continue
-        q, scale = round_to_int8(p)
+        stored = Int8Weight(p)
+        q, scale = stored.weight_int8, stored.weight_scale
         rounded = q * scale[:, None]
         assert q.abs().amax(1).eq(127).all()
         assert (rounded - p).abs().le(scale[:, None] * 0.5001).all()
