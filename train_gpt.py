@@ -39,7 +39,7 @@ from model import GPT, GPTConfig, Optimizer, optimizer_groups
 from ops.attention import ATTENTION_BACKENDS
 from ops.compile import apply_compile
 from ops.fp8 import apply_fp8
-from ops.ngrams import coalesce_gradients, grad_values, use_sparse_gradients
+from ops.ngrams import grad_values, use_sparse_gradients
 from ops.parallel import (
     apply_ddp,
     apply_fsdp,
@@ -406,11 +406,11 @@ def build(
     # FSDP shards the weights, in place; DDP averages gradients
     model: nn.Module = raw_model
     grad_dtype = DTYPES[cfg.grad_comm]
-    if cfg.parallel == "hsdp":
-        shard_size = cfg.shard_size or dist_ctx.local_world_size
+    if cfg.is_sharded:
+        shard_size = dist_ctx.world_size
+        if cfg.parallel == "hsdp":
+            shard_size = cfg.shard_size or dist_ctx.local_world_size
         apply_fsdp(raw_model, DTYPES[cfg.dtype], grad_dtype, shard_size=shard_size)
-    elif cfg.parallel == "fsdp":
-        apply_fsdp(raw_model, DTYPES[cfg.dtype], grad_dtype)
     elif dist_ctx.world_size > 1:
         model = apply_ddp(raw_model, grad_dtype, bucket_cap_mb=cfg.bucket_cap_mb)
 
@@ -534,10 +534,9 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
         loss += micro_loss.detach()
 
     # Gradient norm, for the log and clipping. The n-grams' gradient may be sparse (see build):
-    # coalesce_gradients adds up repeated rows, grad_values returns the rows
+    # grad_values adds up repeated rows, and returns the rows
     state.scaler.unscale_(optimizer)
     params = [p for p in state.raw_model.parameters() if p.grad is not None]
-    coalesce_gradients(params)
     norm = nn.utils.get_total_norm([grad_values(p) for p in params])
     if cfg.grad_clip:
         nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, norm)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -104,16 +102,12 @@ def use_sparse_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             module.sparse = module.weight in weights
 
 
-def coalesce_gradients(params: Iterable[Tensor]) -> None:
-    """Add up the rows that occur twice in sparse gradients: norms and clipping need that."""
-    for p in params:
-        if p.grad.is_sparse:
-            p.grad = p.grad.coalesce()
-
-
 def grad_values(param: Tensor) -> Tensor:
-    """Return the gradient of a parameter; of a sparse, coalesced one the rows."""
-    return param.grad.values() if param.grad.is_sparse else param.grad
+    """Return the gradient of a parameter; of a sparse one the rows, of which none occurs twice."""
+    if not param.grad.is_sparse:
+        return param.grad
+    param.grad = param.grad.coalesce()  # adds up the rows that do, as clipping needs, too
+    return param.grad.values()
 
 
 def rmsprop_rows_(

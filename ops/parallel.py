@@ -90,18 +90,15 @@ def apply_ddp(
     return wrapped
 
 
-def apply_fsdp(
-    model: GPT, dtype: torch.dtype, grad_dtype: torch.dtype, shard_size: int | None = None
-) -> None:
+def apply_fsdp(model: GPT, dtype: torch.dtype, grad_dtype: torch.dtype, shard_size: int) -> None:
     """Shard each block of a GPT by itself, then the rest, with FSDP2.
 
     dtype: of blocks. grad_dtype: of the reduction of gradients. shard_size: so many consecutive
-    ranks, by default all, hold one copy of the model; several such groups are replicas (HSDP).
+    ranks hold one copy of the model; several such groups are replicas (HSDP).
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    shard_size = shard_size or dist.get_world_size()
     replicas = dist.get_world_size() // shard_size
     if replicas == 1:
         mesh = init_device_mesh(model.device.type, (shard_size,))
