@@ -317,6 +317,9 @@ def catch_signals() -> Iterator[list[str]]:
         name = signal.Signals(number).name
         if not caught:
             first_at = time.monotonic()
+            if name == "SIGINT" and os.environ.get("RANK", "0") == "0":
+                # Not print(), which may be what was interrupted
+                os.write(2, b"\nCtrl-C: saves and ends after this step; again: ends at once\n")
         elif name != "SIGXCPU" and time.monotonic() > first_at + SAME_SIGNAL_S:
             signal.signal(number, handlers[number])
             signal.raise_signal(number)

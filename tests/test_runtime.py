@@ -703,7 +703,7 @@ def test_a_second_signal_does_at_once_what_it_did_before(name, printed):
     assert done.returncode == (0 if printed else -signal.SIGTERM)
 
 
-def test_an_interrupt_saves_and_ends_what_called(data, tmp_path, monkeypatch):
+def test_an_interrupt_saves_and_ends_what_called(data, tmp_path, monkeypatch, capfd):
     step, folder = train_gpt.train_step, tmp_path / "run"
 
     def interrupted(*inputs):
@@ -716,6 +716,7 @@ def test_an_interrupt_saves_and_ends_what_called(data, tmp_path, monkeypatch):
         tiny_run(folder, data=data)
     signal.signal(signal.SIGINT, before)
     assert (folder / "ckpt_1.pt").exists() and "stopped by SIGINT" in read_log(folder)
+    assert "Ctrl-C: saves and ends after this step" in capfd.readouterr().err
     assert run_command(mock.Mock(side_effect=ended.value), []) == 0  # of a script
 
 
