@@ -62,11 +62,12 @@ def find_file(run: str | Path, best: bool = False) -> Path:
         if best:
             raise UserError(f"{path} is a file, but --best is for a run's folder; remove --best")
         return path
+    name = BEST if best else "checkpoint"
     found = [] if best else list_checkpoints(path)
     found += path.glob(BEST)
     if not found:
         raise UserError(
-            f"there is no checkpoint in {path}; give the folder of a run that has saved one, or a "
+            f"there is no {name} in {path}; give the folder of a run that has saved one, or a "
             "checkpoint file"
         )
     return found[0]

@@ -182,7 +182,7 @@ def is_prepared(folder: Path, options: Options) -> bool:
             raise UserError(f"{folder} is not a folder of prepared data; choose a different --out")
         return False
 
-    # Folders made by other programs do not record their options
+    # Folders made by other programs record no options, and are refused
     recorded = meta_or_gpt2(folder).get("options", {})
     for name, now in asdict(options).items():
         before = recorded.get(name)
@@ -368,7 +368,7 @@ def encode_pieces(
 def encode_file(path: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
     """Encode a text file like a training text: returns 1-D uint16 tokens, and its size in bytes.
 
-    Raises UserError if it is not UTF-8.
+    Raises UserError if it is not UTF-8, or holds no text.
     """
     documents = corpus.split_documents([path], ["text"], itertools.repeat(sys.maxsize))
     encoded = encode_pieces(tokenizer, corpus.cut_pieces(documents))

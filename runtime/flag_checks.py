@@ -35,6 +35,10 @@ def check_flags(cfg: Config) -> None:
             f"--checkpointing is {cfg.checkpointing!r}; expected auto, none, selective, full, or a "
             "number between 0 and 1"
         )
+    for name in ("dropout", "ngram_dropout", "short_frac"):
+        fraction = getattr(cfg, name)
+        if fraction is not None and fraction >= 1:
+            raise UserError(f"--{name} is {fraction}; expected a fraction below 1")
     is_flex_selective = cfg.attn == "flex" and cfg.checkpointing == "selective"
     needs_compiler = activation_budget(cfg.checkpointing) < 1 or is_flex_selective
     moves_activations = cfg.is_sharded or cfg.offload == "activations"
@@ -63,7 +67,7 @@ def check_flags(cfg: Config) -> None:
             "the size of the dataset; give numbers",
         ),
         (
-            # --params auto chooses a batch that is one, unless it is given
+            # --params auto chooses a multiple, unless the batch is given
             (cfg.params is not None or "batch_tokens" in cfg.given)
             and (cfg.batch_tokens or 0) % cfg.seq_len,
             f"--batch_tokens {cfg.batch_tokens} is not a multiple of --seq_len {cfg.seq_len}; "
@@ -73,10 +77,6 @@ def check_flags(cfg: Config) -> None:
             cfg.warmup_frac + cfg.cooldown_frac > 1,
             f"--warmup_frac {cfg.warmup_frac} and --cooldown_frac {cfg.cooldown_frac} add up to "
             "more than 1; lower one",
-        ),
-        (
-            max(cfg.dropout or 0, cfg.ngram_dropout or 0, cfg.short_frac) >= 1,
-            "--dropout, --ngram_dropout and --short_frac are fractions; give less than 1",
         ),
         (
             cfg.dropout and activation_budget(cfg.checkpointing) < 1,

@@ -73,6 +73,9 @@ def test_int8_file_is_what_int8_makes(windowed, data, tmp_path, capsys):
 
     rounded, plain = nats(path), nats(windowed)
     assert nats(windowed, "--int8") == rounded == nats(path, "--int8")
+    again = [str(path), "--to", "safetensors", "--out", str(tmp_path / "again")]
+    assert run_command(export.main, again) == 2
+    assert "m.pt is in int8; give the run that it was made from" in capsys.readouterr().err
     assert plain != rounded == pytest.approx(plain, rel=0.01)
     said = refusal(tiny_run, tmp_path / "run", init_from=path, data=data)
     assert "does not fit this model" in said

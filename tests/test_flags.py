@@ -181,10 +181,10 @@ def test_values_as_they_are_written():
 
 REFUSED = (
     ("cpu", "--max_steps auto", "--max_steps auto and --batch_tokens auto are for --init_from"),
-    ("cpu", "--dropout 1.0", "--short_frac are fractions; give less than 1"),
-    ("cpu", "--short_frac 70", "--short_frac are fractions; give less than 1"),
+    ("cpu", "--dropout 1.0", "--dropout is 1.0; expected a fraction below 1"),
+    ("cpu", "--short_frac 70", "--short_frac is 70.0; expected a fraction below 1"),
     ("cpu", "--dropout 0.1 --checkpointing 0.3 --compile", "use none, selective or full"),
-    ("cpu", "--ngram_dropout 1.0", "--short_frac are fractions; give less than 1"),
+    ("cpu", "--ngram_dropout 1.0", "--ngram_dropout is 1.0; expected a fraction below 1"),
     ("cpu", "--warmup_frac 0.5 --cooldown_frac 0.6", "add up to more than 1"),
     ("cpu", "--n_head 5", "make it a multiple of 10, or change --n_head"),
     ("cpu", "--window SLX", "--window is 'SLX'; expected letters S and L"),

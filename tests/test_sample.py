@@ -144,6 +144,11 @@ def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path):
     assert table["per word"]["count"] == 2
 
 
+def test_best_weights_alone_are_sampled(plain, tmp_path, run):
+    shutil.copy(plain / "ckpt_20.pt", tmp_path / "ckpt_best.pt")
+    assert run("--max_new_tokens", 1, path=tmp_path).out
+
+
 def test_the_newest_run_is_sampled(plain, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     for age, name in enumerate(("trials/seed_0", "older"), 1):
@@ -169,7 +174,7 @@ def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, run
         (noisy, "--best", "but --best is for a run's folder"),
         ("none", "", "there is no checkpoint in none; give the folder of a run that has saved"),
         ("", "", "there is no checkpoint in runs; give"),
-        ("run", "--best", "there is no checkpoint in run; give"),
+        ("run", "--best", "there is no ckpt_best.pt in run; give"),
     ):
         assert says in run(*flags.split(), path=path, code=2).err, flags
     for flags, says in (
