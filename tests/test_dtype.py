@@ -1,5 +1,6 @@
 """Automatic values: dtype, attention, chunks of the loss; and what is computed with them."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,21 @@ def test_chunks_suit_a_gpu(flags, loss_chunk, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
     chosen = chosen_values(make_config(dtype="fp32", vocab_size=50304, **flags), "cuda")
     assert (chosen.attn, chosen.loss_chunk) == ("sdpa", loss_chunk)
+
+
+def test_loading_code_from_a_disk_is_not_measured(monkeypatch):
+    n_calls = 0
+
+    def slow_at_first(x, w, matmul=torch.Tensor.__matmul__):
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 1:
+            time.sleep(0.2)  # longer than is measured
+        return matmul(x, w)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", slow_at_first)
+    cpu, flop = torch.device("cpu"), 2e6
+    assert device_module.matmul_flops(cpu, torch.float32, 64, flop) > 2 * flop / 0.2
 
 
 def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend):
