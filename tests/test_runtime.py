@@ -133,6 +133,17 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     assert read_log(folder).count("the run was complete: nothing was left to train") == 1
 
 
+def test_installed_packages_are_not_sources_of_a_run(tmp_path, monkeypatch):
+    for path in ("mine.py", "lib/site-packages/installed.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+        monkeypatch.syspath_prepend((tmp_path / path).parent)
+    monkeypatch.setattr(run_folder, "REPO", tmp_path)
+    for name in ("mine", "installed"):
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+    assert run_folder.run_sources().keys() - SOURCE_FILES.keys() == {"mine.py"}
+
+
 def test_wandb_gets_the_rows(data, tmp_path, monkeypatch):
     run, flags = mock.Mock(), dict(data=data, wandb=True)
     wandb = SimpleNamespace(init=mock.Mock(return_value=run))
@@ -893,14 +904,3 @@ def test_killed_runs_end_as_if_nothing_had_been(world, data, tmp_path):
 
 if __name__ == "__main__":
     ranks_script(Path(sys.argv[1]), sys.argv[2])
-
-
-def test_installed_packages_are_not_sources_of_a_run(tmp_path, monkeypatch):
-    for path in ("mine.py", "lib/site-packages/installed.py"):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).touch()
-        monkeypatch.syspath_prepend((tmp_path / path).parent)
-    monkeypatch.setattr(run_folder, "REPO", tmp_path)
-    for name in ("mine", "installed"):
-        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
-    assert run_folder.run_sources().keys() - SOURCE_FILES.keys() == {"mine.py"}
