@@ -30,7 +30,7 @@ from ops.ngrams import rows_of_hashes
 from runtime.checkpoint import read_checkpoint
 from runtime.device import DTYPES
 from runtime.flags import Parser
-from sample import RUN_HELP, find_file, load
+from sample import RUN_HELP, find_file, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -217,8 +217,8 @@ def export(path: Path, kind: str, out: Path, dtype: str = "fp32") -> None:
         raise UserError(f"{out} exists already; give a different --out, or delete it")
     if dtype != "fp32" and kind != "safetensors":
         raise UserError(f"--dtype {dtype} is for --to safetensors; remove it")
-    checkpoint = read_checkpoint(path, verify=False)  # load() verifies it
-    model, _ = load(path, "cpu", "fp32")
+    checkpoint = read_checkpoint(path)
+    model = load_model(checkpoint, path, "cpu", "fp32")
     if hasattr(model.wte, "weight_int8"):
         raise UserError(f"{path} is in int8; give the run that it was made from")
     out.parent.mkdir(parents=True, exist_ok=True)

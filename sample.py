@@ -81,6 +81,14 @@ def load(
     The file may also be from `export.py --to int8`. Raises UserError.
     """
     checkpoint = read_checkpoint(path)
+    model = load_model(checkpoint, path, device_name, dtype_name, int8)
+    return model, get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary"))
+
+
+def load_model(
+    checkpoint: dict[str, Any], path: Path, device_name: str, dtype_name: str, int8: bool = False
+) -> GPT:
+    """Make the model of a checkpoint, which was read from `path`. Raises UserError."""
     device = select_device(device_name)
     cfg = model_config(checkpoint, path)
     trained_in = checkpoint["config"].get("dtype")
@@ -92,8 +100,7 @@ def load(
     load_weights(model, with_eval_weights(checkpoint), path)
     if int8:
         quantize(model)
-    tokenizer = get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary"))
-    return freeze(model), tokenizer
+    return freeze(model)
 
 
 def make_parser() -> Parser:
@@ -174,6 +181,12 @@ def check_arguments(args: argparse.Namespace) -> None:
         high = most.get(name, 2**31 - 1)
         if not low <= value <= high:
             raise UserError(f"--{name} is {value}; expected {low} to {high}")
+    for text in (*args.prompt[1:], args.interactive or ""):
+        if not args.run and os.path.exists(text):
+            raise UserError(
+                f"{text} is read as text, because it follows --prompt or --interactive; give the "
+                "RUN before them"
+            )
 
 
 def displayed(text: str) -> str:
@@ -186,18 +199,25 @@ class Sample:
 
     def __init__(self) -> None:
         self.text = ""
+        self.n_taken = 0
         self.ended = False
         # Holds bytes back until their character is complete
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def append(self, raw: bytes, stop: str) -> str:
-        """Append a token's bytes; return the new text. A stop text ends the sample before it."""
-        n = len(self.text)
+    def append(self, raw: bytes, stop: str) -> None:
+        """Append a token's bytes. A stop text ends the sample before it."""
         self.text += self.decoder.decode(raw)
         if stop and stop in self.text:
             self.text = self.text.partition(stop)[0]
             self.ended = True
-        return self.text[n:]
+
+    def take(self, stop: str = "") -> str:
+        """Return the text since the last call, without an end that may begin a stop text."""
+        n_held = 0
+        if not self.ended:
+            n_held = max(n for n in range(len(stop) + 1) if self.text.endswith(stop[:n]))
+        first, self.n_taken = self.n_taken, len(self.text) - n_held
+        return self.text[first : self.n_taken]
 
 
 def print_samples(
@@ -240,9 +260,9 @@ def print_samples(
             sample.ended |= token == tokenizer.eot
             if not sample.ended:
                 n_tokens += 1
-                new = sample.append(tokenizer.decode_bytes([token]), args.stop)
+                sample.append(tokenizer.decode_bytes([token]), args.stop)
                 if is_single:
-                    print(displayed(new), end="", flush=True)
+                    print(displayed(sample.take(args.stop)), end="", flush=True)
         if i == 1:  # the first step has read the prompt, the second one may have compiled
             start = time.perf_counter()
         if all(sample.ended for sample in samples):
@@ -251,7 +271,7 @@ def print_samples(
 
     for seed, sample in zip(seeds, samples):
         if is_single:
-            print()
+            print(displayed(sample.take()))
         else:
             print(f"--- seed {seed}\n{displayed(prompt + sample.text)}")
     speed = f"{tokens_per_s:,.0f} tokens/s from the third on"

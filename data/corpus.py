@@ -74,7 +74,9 @@ def files_under(folder: Path, is_unwanted: Callable[[str], bool]) -> list[Path]:
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not is_unwanted(name)]
-        found += [Path(root, name) for name in names if not is_unwanted(name)]
+        # Links to folders, which are not followed, are listed to be reported
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        found += [Path(root, name) for name in (*names, *links) if not is_unwanted(name)]
     return found
 
 
@@ -228,10 +230,11 @@ def open_file(path: Path) -> Stream:
     """Open a file as a binary stream, unpack it, skip a byte order mark. Raises Unreadable."""
     # A pipe cannot be read twice, and opening one may block forever
     if not path.is_file():
-        raise Unreadable(path, "is a broken link, a pipe or a device", "give a file")
+        found = "is a link to a folder or to nothing, a pipe or a device"
+        raise Unreadable(path, found, "give a file or folder")
     suffix = path.suffix.lower()
     if suffix in (".zst", ".zip"):
-        raise Unreadable(path, f"is packed as {suffix}", "unpack it")
+        raise Unreadable(path, f"is packed as {suffix}", "unpack it", is_text=True)
     stream = OPEN.get(suffix, open)(path, "rb")
     if stream.read(3) != codecs.BOM_UTF8:
         stream.seek(0)
@@ -247,7 +250,7 @@ def read_blocks(path: Path, keys: Sequence[str]) -> Iterator[tuple[bool, bytes]]
     """
     try:
         with open_file(path) as stream:
-            if has_rows(stream, path):
+            if has_rows(stream, path, keys):
                 for text in read_rows(stream, path, keys):
                     if text:
                         yield True, text
@@ -255,7 +258,8 @@ def read_blocks(path: Path, keys: Sequence[str]) -> Iterator[tuple[bool, bytes]]
                 yield from split_text(read_text(stream, path))
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or error  # of a damaged .gz
-        raise Unreadable(path, f"cannot be read ({reason})", "repair or remove it") from None
+        found = f"cannot be read ({reason})"
+        raise Unreadable(path, found, "repair or remove it", is_text=True) from None
 
 
 def read_text(stream: Stream, path: Path) -> Iterator[bytes]:
@@ -271,8 +275,9 @@ def read_text(stream: Stream, path: Path) -> Iterator[bytes]:
         try:
             decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            is_text = bad < 0  # images and the like also have zeros
-            if is_text:
+            if bad >= 0:  # images and the like also have zeros
+                is_text = block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            else:
                 raw = error.object
                 bad = error.start
         if bad >= 0:
@@ -384,11 +389,27 @@ def find_cut(raw: bytes) -> int:
 # Rows of JSON, .csv and Parquet files
 
 
-def has_rows(stream: Stream, path: Path) -> bool:
+def has_rows(stream: Stream, path: Path, keys: Sequence[str]) -> bool:
     """Return True if a file has rows. A .json file may be plain text, such as settings."""
     if file_format(path) == ".json":
-        return stream.peek(1).lstrip().startswith(b"[")
+        return is_json_array(stream) or begins_with_row(stream, keys)
     return file_format(path) in ROW_FORMATS
+
+
+def is_json_array(stream: Stream) -> bool:
+    return stream.peek(1).lstrip().startswith(b"[")
+
+
+def begins_with_row(stream: Stream, keys: Sequence[str]) -> bool:
+    """Return True if the first line is a JSON object with these keys."""
+    start = stream.tell()
+    line = stream.readline(BLOCK)
+    stream.seek(start)
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and {*keys} <= row.keys()
 
 
 def read_rows(stream: Stream, path: Path, keys: Sequence[str]) -> Iterator[bytes]:
@@ -406,7 +427,7 @@ def read_rows(stream: Stream, path: Path, keys: Sequence[str]) -> Iterator[bytes
             text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
             # Surplus cells turn the first text into a list, which is an error below
             rows = csv.DictReader(text, restkey=keys[0], strict=True)
-        elif file_format(path) == ".json":
+        elif is_json_array(stream):
             rows = json.load(stream)
         else:
             rows = (json.loads(line) for line in stream if line.strip())
@@ -419,7 +440,7 @@ def read_rows(stream: Stream, path: Path, keys: Sequence[str]) -> Iterator[bytes
     except KeyError as error:
         found = f"has no {error} in row {number + 1:,}, which has {', '.join(map(repr, row))}"
         raise Unreadable(path, found, "give --text_key", is_text=True) from None
-    except (ValueError, TypeError, csv.Error) as error:
+    except (ValueError, TypeError, RecursionError, csv.Error) as error:
         expected = ", ".join(f'"{key}": TEXT' for key in keys)
         reason = f"{type(error).__name__}: {error}"
         found = f"after row {number:,}: expected {{{expected}}} ({reason})"

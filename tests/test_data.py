@@ -276,6 +276,8 @@ def test_files_of_all_kinds(tmp_path, keys, monkeypatch):
 def test_what_is_in_a_folder_does_not_stop_its_preparation(tmp_path):
     """It is skipped and named, also on a console that cannot show the name."""
     folder = write_texts(tmp_path / "in", **{str(i): f"text {i} " * 300 for i in range(9)})
+    (folder / "lines.json").write_text('{"text": "5", "id": [1]}\n{"text": "6"}\n')
+    (folder / "folder").symlink_to(tmp_path)
     (folder / "bom.txt").write_bytes(b"\xef\xbb\xbfmarked")
     (folder / "late.txt").write_bytes(b"a\n" * 9 + b"\xe9")
     (folder / "other.csv").write_text("id,name\n1,a\n")
@@ -291,20 +293,29 @@ def test_what_is_in_a_folder_does_not_stop_its_preparation(tmp_path):
     done = run_python("data/prepare.py", *words, env=env)
     assert done.returncode == 0, done.stderr
     for said in (
-        "skipped 6 files, with 0.2% of the text, cannot be read: ",
+        "skipped 7 files, with 0.2% of the text, cannot be read: ",
         "late.txt (is not UTF-8 text: byte 0xe9 in line 10)",
         "other.csv (has no 'text' in row 1, which has 'id', 'name')",
-        "in/link (is a broken",
+        "in/link (is a link to a folder or to nothing",
+        "in/folder (is a link to a folder",
         "a.zip (is packed as .zip",
     ):
         assert said in done.stdout
     texts = [b"text %d " % i * 300 for i in range(9)] + [b"3", "é4".encode()]
-    texts += [b'{"id": 1}', b"packed", b"marked"]
+    texts += [b'{"id": 1}', b"packed", b"marked", b"5", b"6"]
     assert sorted(sum(documents_of(tmp_path / "out").values(), [])) == sorted(texts)
     # But not if it is much of the text
-    (folder / "large.txt").write_bytes(b"a" * 5_000 + b"\xe9")
-    said = refusal(prepared, tmp_path / "new", folder)
-    assert re.search(r"7 files, with 2.*% of the text.*; convert .*, or .* --include", said)
+    large = b"a" * 5_000
+    for name, raw in {
+        "large.txt": large + b"\xe9",
+        "utf-16.txt": large.decode().encode("utf-16"),
+        "packed.zst": large,
+        "torn.gz": gzip.compress(random.Random(0).randbytes(5_000))[:-9],
+    }.items():
+        (folder / name).write_bytes(raw)
+        said = refusal(prepared, tmp_path / "new", folder)
+        assert re.search(r"8 files, with [23].*% of the text.*; convert .*, or .* --include", said)
+        (folder / name).unlink()
 
 
 def split_of(tmp_path, fraction, *files):
