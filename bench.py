@@ -89,18 +89,19 @@ def get_args_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
 
     def numbers(text: str) -> list[int]:
-        return [int(word) for word in text.split(",")]
+        found = [int(word) for word in text.split(",")]
+        if min(found) < 1:
+            raise ValueError
+        return found
 
-    add(
-        "--repeats", type=int, default=5, help="train: measurements per case; experiment: seeds [5]"
-    )
+    add("--repeats", type=int, default=5, help="measurements per case, or seeds of experiment [5]")
     add("--json", default="", metavar="FILE", help="write all measurements to this file")
     add("--data", nargs="+", default=[], metavar="DIR", help="dataset; experiment: one or more")
     add(
         "--flags",
         action="append",
         default=[],
-        help="train: a case; experiment: a side; such as '--softcap 0'",
+        help="a case of train, or a side of experiment, such as '--softcap 0'",
     )
     add("--cases", choices=CASES, help="train: a list of cases instead of the ladder")
     add("--ranks", type=numbers, metavar="N,...", help="train: under torchrun, such as 1,2,4")
@@ -144,9 +145,18 @@ def parse(argv: list[str]) -> tuple[str, Bench]:
         raise UserError(
             f"there is no benchmark {' '.join(words)!r}; expected one of {', '.join(BENCHMARKS)}"
         )
-    options, words_of_trainer = get_args_parser().parse_known_args(argv[len(words) :])
+    parser = get_args_parser()
+    options, words_of_trainer = parser.parse_known_args(argv[len(words) :])
     options.folders = folders
     flags = trainer_flags(words_of_trainer)
+    # Options without effect. The help of one that belongs to a subcommand begins with its name
+    for action in parser._actions:
+        owner = str(action.help).partition(":")[0]
+        is_given = getattr(options, action.dest, None) != action.default
+        if owner in BENCHMARKS and owner != name and is_given:
+            raise UserError(f"{action.option_strings[0]} is for {owner}, not {name}; remove it")
+    if flags and name in ("compare", "plot", "record"):
+        raise UserError(f"{name} does not train, so that --{[*flags][0]} is for others; remove it")
     if options.data and name != "experiment":
         if len(options.data) > 1:
             raise UserError(f"{name} takes one --data; only experiment takes several")

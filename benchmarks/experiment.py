@@ -16,7 +16,7 @@ from statistics import geometric_mean, mean
 
 import numpy as np
 
-from benchmarks.harness import Bench, progress, run_python, table
+from benchmarks.harness import Bench, progress, run_python, table, trainer_flags
 from common.errors import RunError, TrainerError, UserError
 from data.shards import DATA_DIR, HEADER_BYTES, check_shard, meta_or_gpt2, shard_paths, write_meta
 from records.check import t_test
@@ -32,9 +32,10 @@ P = "p (edit not lower)"  # heading
 # Flags that the experiment sets itself
 VARIED = {"seed", "trials", "out_dir", "resume", "target_val_loss"}
 
-# Columns of the ledger. base: its commit. edit: a hash of the diff and of the flags. score: loss
-# relative to the base's. train_time_s and peak_mem_mb: means of the edit's runs. final: how many
-# experiments of the ledger have read the holdout, this one included; else empty
+# Columns of the ledger. base: its commit, with -dirty if files differ from it. edit: a hash of the
+# diff and of the flags. score: loss relative to the base's. train_time_s and peak_mem_mb: means of
+# the edit's runs. final: how many experiments of the ledger have read the holdout, this one
+# included; else empty
 COLUMNS = (
     "date",
     "base",
@@ -170,7 +171,9 @@ def add_to_ledger(path: Path, row: dict, sides: dict) -> None:
     (folder / f"{identity}.diff").write_text(difference, encoding="utf-8")
 
     row = row | dict(date=time.strftime("%Y-%m-%d %H:%M"), edit=identity)
-    row["base"] = git("rev-parse", "--short", "HEAD", folder=base).decode().strip()
+    row["base"] = (
+        git("describe", "--always", "--dirty", "--exclude=*", folder=base).decode().strip()
+    )
     cells = {key: f"{cell:.5g}" if isinstance(cell, float) else cell for key, cell in row.items()}
     is_new = not path.exists()
     with open(path, "a", encoding="utf-8", newline="") as file:
@@ -199,10 +202,12 @@ def read_sides(texts: list[str]) -> dict[str, tuple[Path, list[str]]]:
             if not (checkout / "train_gpt.py").is_file():
                 raise UserError(f"{checkout} holds no train_gpt.py; give a checkout, or only flags")
         names = {word.split("=")[0].removeprefix("--") for word in words}
-        if "data" in names:
-            raise UserError("both sides train on the same --data; give it outside of --flags")
+        for name in sorted({"data", "eval_tokens"} & names):
+            raise UserError(f"both sides have the same --{name}; give it outside of --flags")
         for name in sorted(VARIED & names):
             raise UserError(f"--{name} is varied by this benchmark; remove it from --flags")
+        if checkout == REPO:  # another one may have other flags
+            trainer_flags(words)
         sides[side] = checkout, words
     return sides
 
@@ -283,7 +288,7 @@ def bench_experiment(bench: Bench) -> list[dict]:
             row[key] = mean(edit[key] for edit in edits)
     except RunError as error:
         last_line = str(error).splitlines()[-1]
-        rows = [dict(note=f"the edit fails: {last_line}")]
+        rows = [dict(note=f"FAILED: the edit: {last_line}")]
     note = (
         f"{row['verdict']} ({RULE}). score: the edit's loss / the base's. p: one-sided t-test of "
         "the pairs' log ratios, that the edit's loss is not lower. speedup, with --eval_every: the "

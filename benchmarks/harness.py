@@ -81,7 +81,7 @@ def trainer_flags(words: list[str]) -> dict:
 
 
 def run_case(pipe: Connection, case: Callable) -> None:
-    """Run a case in this process; answer each request with its next value, or a note on failure."""
+    """Run a case in this process; answer each request with its next value, or how it fails."""
     try:
         values = case()
         with contextlib.redirect_stdout(None):
@@ -89,6 +89,8 @@ def run_case(pipe: Connection, case: Callable) -> None:
                 pipe.send(next(values))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
+    except UserError as error:
+        pipe.send(error)
     except Exception as error:
         sentence = error_sentence(error)
         if not sentence:
@@ -98,7 +100,7 @@ def run_case(pipe: Connection, case: Callable) -> None:
 
 
 def values_of(context: BaseContext, case: Callable) -> Iterator[dict]:
-    """Run a case in its own process; yield its values one by one, or a note on failure."""
+    """Run a case in its own process; yield its values one by one, or a note or UserError."""
     pipe, child_pipe = context.Pipe()
     process = context.Process(target=run_case, args=(child_pipe, case), daemon=True)
     process.start()
@@ -125,7 +127,7 @@ def measure(cases: list[Callable], repeats: int) -> list[dict]:
     dict of numbers. Its row holds the facts, the measurements in `values`, and the median of each
     number; if the case failed, only a `note` with the reason. Separate processes isolate memory,
     compiler and crashes of the cases. Measurements are interleaved (A B A B). Under torchrun, cases
-    run in its processes.
+    run in its processes. Raises the UserError of the first case, with which all are compared.
     """
     context = multiprocessing.get_context("forkserver")
     # Imported once, for all cases
@@ -135,6 +137,11 @@ def measure(cases: list[Callable], repeats: int) -> list[dict]:
     else:
         running = [values_of(context, case) for case in cases]
     received = [[next(case)] for case in running]
+    if isinstance(received[0][0], UserError):
+        raise received[0][0]
+    for answers in received:
+        if isinstance(answers[0], UserError):
+            answers[0] = dict(note=str(answers[0]))
     for _ in range(repeats):
         for case, answers in zip(running, received):
             if "note" not in answers[-1]:
@@ -158,7 +165,7 @@ def run_python(*argv: str | Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode == 0:
         return
-    sentence = f"FAILED: {done.stderr.strip()[-200:]}"
+    sentence = done.stderr.strip()[-200:]
     found = re.search(r"^error.*?: (.*)", done.stderr, re.MULTILINE)
     if found:
         sentence = found[1]
@@ -186,7 +193,7 @@ def time_steps(state: TrainState, batch: Tensor, n: int) -> float:
     """Train n steps on a batch and return the mean ms per step; each waits for the device."""
     start = time.perf_counter()
     for _ in range(n):
-        train_step(state, batch, 0.0)
+        train_step(state, batch, 1.0)  # the end of a run, whose sequences have full length
     if state.dist_ctx.device.type != "cpu":
         torch.accelerator.synchronize()
     return 1000 * (time.perf_counter() - start) / n

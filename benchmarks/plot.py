@@ -91,6 +91,8 @@ def bench_plot(bench: Bench) -> None:
     if not folders:
         raise UserError("plot takes folders of runs, such as runs/mine, or a ledger")
     is_ledger = folders[0].suffix == ".tsv"
+    if is_ledger and len(folders) > 1:
+        raise UserError(f"{folders[0]} is a ledger, which is drawn alone; remove the others")
     default = folders[0].with_suffix(".svg") if is_ledger else folders[0] / f"{y}.svg"
     out = Path(options.out or default)
     if out.suffix not in (".svg", ".png"):

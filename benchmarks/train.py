@@ -182,7 +182,7 @@ def run_ranks(bench: Bench, flags: str, ranks: int) -> dict:
         try:
             harness.run_python(*command, *shlex.split(flags))
         except TrainerError as error:
-            return dict(Config="", note=str(error))
+            return dict(Config="", note=f"FAILED: {error}")
         return json.loads(out.read_text(encoding="utf-8"))["train"][0]
 
 

@@ -80,11 +80,16 @@ def read_run(folder: Path) -> dict:
         for key in ("val_loss", "train_time_s", "wall_time_s"):
             if not math.isfinite(summary[key]):
                 raise ValueError(f"{key} of summary.json is not finite")
+        for key in ("machine", "stopped_by", "step", "tokens", "files", "val_tokens"):
+            if key not in summary:
+                raise ValueError(f"summary.json has no {key}")
         # Each start of the run begins a section of log.txt, whose first line holds the flags
         starts = log.split(f"{SECTION} run\n")[1:]
         flags, lines = starts[0].split("\n", 1)
         sources = re.findall(r"([\w./-]+) sha256 ([0-9a-f]{64})", lines)
         rows = [json.loads(line) for line in metrics.replace("null", "NaN").splitlines()]
+        if not rows:
+            raise ValueError("metrics.jsonl is empty")
         losses = {}  # named as in log.txt
         for row in rows:
             key = "val_loss" if "val_loss" in row else "train_loss"
@@ -174,6 +179,16 @@ def record_violations(record: Record) -> Iterator[str]:
         yield f"the seeds are {seeds}; expected 0, 1, 2, ... without gaps"
     if len(seeds) < 3:
         yield f"{len(seeds)} runs; a record needs at least 3"
+    first = record.runs[0]
+    for run in record.runs[1:]:
+        other_flags = different_flags(run["flags"], first["flags"])
+        if other_flags:
+            yield (
+                f"{run['name']}: flags differ from {first['name']}: {other_flags}; give all runs "
+                "the same ones"
+            )
+        if run["summary"]["machine"] != first["summary"]["machine"]:
+            yield f"{run['name']}: a different machine than {first['name']}"
     for run, other in itertools.combinations(record.runs, 2):
         # All untrained models have the same first loss, and one more may be equal by chance
         equal = run["losses"].items() & other["losses"].items()
@@ -182,31 +197,25 @@ def record_violations(record: Record) -> Iterator[str]:
 
 
 def run_violations(record: Record, run: dict) -> Iterator[str]:
-    """Yield each violation of the rules of its record and track by a run."""
-    first = record.runs[0]
+    """Yield each violation of the rules of its record and track by a run, or a rerun of one."""
     track = record.track
     flags = run["flags"]
     summary = run["summary"]
     steps = flags["max_steps"]
     machine = summary["machine"]
 
-    # The source, flags and machine of the other runs, all as the track requires
+    # The record's source, and all as the track requires
     for name in wrong_sources(record, run):
         yield f"log.txt does not hold the hash of {name} that source.patch gives"
-    other = different_flags(flags, first["flags"])
-    if other:
-        yield f"flags differ from {first['name']}: {other}; give all runs the same ones"
-    if run["name"] != f"seed_{flags['seed']}":
+    if run["name"].partition("_")[2] != str(flags["seed"]):
         yield f"its seed is {flags['seed']}"
-    if machine != first["summary"]["machine"]:
-        yield f"a different machine than {first['name']}"
     if not machine.startswith(track["device"]):
         yield f"on {machine}, not {track['device']}"
     if run["starts"] != 1 or flags["resume"] or flags["init_from"]:
         yield "resumed, or not from scratch"
     if summary["stopped_by"] != "max_steps" or summary["step"] != steps:
         yield f"stopped by {summary['stopped_by']} at step {summary['step']}, not {steps}"
-    head_rows = flags["vocab_size"] or track["rows"]
+    head_rows = flags.get("vocab_size") or track["rows"]
     first_loss = run["losses"].get(("1", "loss"), 0.0)
     # An edit may weight the loss; a person reads it
     if first_loss < math.log(head_rows) - 0.01 and not record.changes:
@@ -248,7 +257,11 @@ def rerun_violations(run: dict, rerun: dict) -> Iterator[str]:
     expected = run["summary"]["train_time_s"]
     if seconds == expected:
         yield f"its train_time equals that of {run['name']}: a copy"
-    same_machine = summary["machine"] == run["summary"]["machine"]
+    machines = [each["summary"]["machine"] for each in (run, rerun)]
+    n_devices, again = [machine.partition(" x ")[0] for machine in machines]
+    if again != n_devices:
+        yield f"on {again} devices, not {n_devices}"
+    same_machine = machines[0] == machines[1]
     if same_machine and seconds > SLOWER * expected:
         yield f"train_time {seconds:.1f} s, not {expected:.1f} s; rerun it on an idle machine"
     wall_s = summary["wall_time_s"]
@@ -304,7 +317,7 @@ def check_record(path: str) -> tuple[dict, list[str]]:
         if again.is_dir():
             rerun = read_run(again)
             rerun_losses.append(rerun["summary"]["val_loss"])
-            reasons = rerun_violations(run, rerun)
+            reasons = [*run_violations(record, rerun), *rerun_violations(run, rerun)]
             broken += [f"{again.name}: {reason}" for reason in reasons]
     summaries = [run["summary"] for run in record.runs]
     losses = [summary["val_loss"] for summary in summaries]

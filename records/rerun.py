@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from data.shards import HEADER_BYTES, meta_or_gpt2, write_meta
+from data.shards import HEADER_BYTES, meta_or_gpt2, recorded_hashes, write_meta
 from records import source
 from records.check import command_words, read_run
 
@@ -46,12 +46,23 @@ def rerun(folder: str, seed: int, data: str) -> None:
     out_dir = record / f"rerun_{seed}"
     run = read_run(record / f"seed_{seed}")
     dataset = Path(data or run["flags"]["data"]).resolve()
-    flags = {name: run["flags"][name] for name in MEASURED} | dict(seed=seed, trials=1)
+    if out_dir.exists():
+        raise UserError(f"{out_dir} exists; remove it to repeat seed {seed} again")
+    if recorded_hashes(meta_or_gpt2(dataset)) != run["summary"]["files"]:
+        raise UserError(f"{dataset} is not the dataset of the record; give its folder by --data")
+    flags = {name: run["flags"][name] for name in MEASURED if name in run["flags"]}
+    flags |= dict(seed=seed, trials=1)
+    # As many ranks as the run had
+    launcher = ["train_gpt.py"]
+    n_ranks = run["summary"]["machine"].partition(" x ")[0]
+    if n_ranks != "1":
+        torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={n_ranks}"
+        launcher = [*torchrun.split(), *launcher]
     words = command_words(record / "command.sh")
     words += [f"--{name}={value}" for name, value in flags.items()]
     with tempfile.TemporaryDirectory() as work:
         source.rebuild(record, Path(work))
-        execute(Path(work), "train_gpt.py", *words, f"--data={dataset}", f"--out_dir={out_dir}")
+        execute(Path(work), *launcher, *words, f"--data={dataset}", f"--out_dir={out_dir}")
         same_start = is_same_start(Path(work), words, dataset)
 
     # The operating system dates files independently of the run's clock

@@ -51,6 +51,12 @@ def test_cases_are_interleaved_and_what_ends_one_is_its_note():
         "experiment --flags=--data=a",
         "experiment --flags=--seed=5",
         "experiment --flags=nowhere",
+        "experiment --flags=--no_flag",
+        "experiment --flags=--eval_tokens=64",
+        "train --data nowhere --flags=--softcap=0 --preset laptop --device cpu",
+        "plot a.tsv b.tsv",
+        "compare a --cases memory",
+        "record a --seed 1",
     ),
 )
 def test_bench_refuses(line, capsys):
@@ -157,7 +163,7 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     assert a["speedup"] == b["speedup"] == pytest.approx(math.sqrt(2 * 2.2))
     assert len(b["runs"]) == 2 and len(b["runs"][1]["edit"]["evaluations"]) == 10
     code, out = ended(base, edit + "1 --adam_lr=9")
-    assert code == 0 and "the edit fails: it diverged" in out
+    assert code == 1 and "FAILED: the edit: it diverged" in out
     assert ended(base + " --adam_lr=9", edit + "1")[0] == 2
     order.unlink()
     assert "holdout: 1." in ended("--final", base + " --dtype=bf16", edit + "2")[1]

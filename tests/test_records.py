@@ -11,7 +11,16 @@ import pytest
 
 from common.errors import UserError, run_command
 from common.files import sha256_of_file
-from conftest import ROOT, TINY, assert_same_run, flags_of, run_main, run_python
+from conftest import (
+    ROOT,
+    TINY,
+    assert_same_run,
+    flags_of,
+    make_data,
+    refusal,
+    run_main,
+    run_python,
+)
 from data import prepare
 from records import check, rerun, source
 from runtime.run_folder import SOURCE_FILES
@@ -102,6 +111,9 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
         "5.66",
         "loss is 5.6600, below an untrained model's ln(320)",
     ),
+    ("rerun_1/log.txt", "model.py sha256 ", "\nno ", f"rerun_1: {NO_HASH} model.py"),
+    ("rerun_1/summary.json", '"files": {.*?}', '"files": {}', "rerun_1: trained or validated on"),
+    ("rerun_1/summary.json", "1 x cpu", "4 x cpu", "rerun_1: on 4 devices, not 1"),
     ("rerun_1/log.txt", '"n_layer": 2', '"n_layer": 3', "those of seed_1: n_layer 3, not 2"),
     ("rerun_1/metrics.jsonl", r'"val_loss": ', '"val_loss": 1', "rerun_1: val_loss 1"),
     ("rerun_1/summary.json", 's": -', 's": ', "its train_time equals that of seed_1: a copy"),
@@ -152,6 +164,7 @@ def packed(shakespeare_like, repository, tmp_path_factory) -> Path:
         shutil.copytree(folder / f"seed_{seed}", again)
         added = '"same_start": true, "system_s": 0.1, "train_time_s": -'
         edit(again / "summary.json", '"train_time_s": ', added)
+        edit(again / "metrics.jsonl", '"train_time_s": ', '"train_time_s": -')
     return folder
 
 
@@ -190,7 +203,7 @@ def test_a_run_that_was_copied_is_found(record):
     assert_verdict(record, "seed_0 and seed_2 share 6 losses: one is a copy")
 
 
-def test_a_rerun_is_of_the_record_alone(record, monkeypatch):
+def test_a_rerun_is_of_the_record_alone(record, tmp_path, monkeypatch):
     commit = source.git("rev-parse", "HEAD").decode()
     assert (record / "source.patch").read_text() == f"commit {commit}"
     assert not list(record.glob("seed_*/source"))
@@ -200,6 +213,9 @@ def test_a_rerun_is_of_the_record_alone(record, monkeypatch):
     assert row["verdict"].startswith("not confirmed: 2 of 3 seeds have a rerun")
 
     monkeypatch.setattr(check, "SLOWER", 1000)
+    other = make_data(tmp_path / "other", seed=1)
+    assert "is not the dataset of the" in refusal(rerun.rerun, str(record), 1, str(other))
+    assert "rerun_0 exists; remove it" in refusal(rerun.rerun, str(record), 0, "")
     rerun.rerun(str(record), 1, "")
     assert_verdict(record)
     assert_same_run(record / "rerun_1", record / "seed_1", exact=True)
@@ -233,6 +249,10 @@ def test_records_need_significance_and_three_finished_runs(record):
     assert_verdict(record, "at least 3")
     edit(record / "seed_1" / "summary.json", r'"val_loss": [\d.]+', '"val_loss": null')
     with pytest.raises(UserError, match="is not a finished run"):
+        check.check_record(str(record))
+    shutil.copyfile(record / "seed_0" / "summary.json", record / "seed_1" / "summary.json")
+    (record / "seed_1" / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="metrics.jsonl is empty"):
         check.check_record(str(record))
     with pytest.raises(UserError, match="expected records/TRACK/DATE-YOURWORD_TARGET"):
         check.check_record(str(record.parent))
