@@ -44,6 +44,7 @@ from ops.parallel import (
     apply_ddp,
     apply_fsdp,
     sum_over_ranks,
+    swap_weights,
     swapped_weights,
     sync_gradients,
     to_full,
@@ -200,7 +201,8 @@ class Config:
     patience: int = flag(
         None,
         "stop after N evaluations without a lower loss, after the first epoch; auto: 5 in runs of "
-        "more than 10 epochs (of bytes: 12), 3 with --init_from, otherwise 0: never",
+        "more than 10 epochs (of bytes: 12), 3 with --init_from without --max_steps, otherwise 0: "
+        "never",
     )
     short_frac: float = flag(
         0.0,
@@ -615,8 +617,8 @@ def train(
 ) -> dict[str, Any] | tuple[dict[str, Any], GPT]:
     """Run everything, from loading data to the final checkpoint; returns the dict in summary.json.
 
-    return_model: return the model as well, in eval mode. Raises UserError, RunError, or
-    KeyboardInterrupt after Ctrl-C, once a checkpoint has been saved.
+    return_model: return the model as well, in eval mode, as it was evaluated at the end. Raises
+    UserError, RunError, or KeyboardInterrupt after Ctrl-C, once a checkpoint has been saved.
     """
     # Join the ranks, lock the run's folder, catch signals, start the clock
     with Run.open(cfg) as run:
@@ -646,6 +648,7 @@ def train(
         stopped_by = loop(run, on_step)
         summary = run.finish(stopped_by)
     if return_model:
+        swap_weights(state.raw_model, state.extra.get("eval_weights", {}))
         return summary, state.raw_model.eval()
     return summary
 

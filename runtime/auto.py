@@ -170,6 +170,8 @@ def choose_by_epochs(cfg: Config, stream: TokenStream) -> dict[str, Any]:
     if patience is None:
         usual = max_epochs(cfg, stream.train.n_tokens, stream.vocab_size)
         patience = PATIENCE if epochs > 2 * usual else 0
+        if cfg.init_from and "max_steps" not in cfg.given:
+            patience = 3  # until val_loss rises
     return dict(
         dropout=dropout,
         ngram=ngram,

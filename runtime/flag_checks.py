@@ -48,6 +48,10 @@ def check_flags(cfg: Config) -> None:
     # What is wrong, and what to say then
     for is_wrong, sentence in (
         (
+            cfg.trials > 1,
+            "--trials is for the command line, and train() makes one run; call it once per seed",
+        ),
+        (
             needs_folder and "out_dir" not in cfg.given and not cfg.resume,
             "torchrun --max-restarts needs a folder to resume from; give --out_dir",
         ),
@@ -132,6 +136,8 @@ def check_device(cfg: Config, dist_ctx: DistContext) -> list[str]:
         "--muon_lr": cfg.muon_lr and is_adamw,
         "--embed_decay": cfg.embed_decay and is_adamw,
         "--shard_size": cfg.shard_size and cfg.parallel != "hsdp",
+        "--ngram_rows": cfg.ngram in (0, 1),
+        "--ngram_dropout": cfg.ngram in (0, 1),
     }
     names = [name for name, is_unused in unused.items() if is_unused and name[2:] in cfg.given]
     warnings = [f"{name} has no effect with the other flags on {device.type}" for name in names]

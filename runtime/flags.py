@@ -263,5 +263,5 @@ def implied_flags(given: dict[str, Any]) -> dict[str, Any]:
         # The model has learned from short sequences already. None: from the size of the dataset
         implied |= dict(short_frac=0.0, batch_tokens=None)
         if "max_steps" not in given:
-            implied |= dict(max_steps=None, eval_every=None, patience=3)  # until val_loss rises
+            implied |= dict(max_steps=None, eval_every=None)
     return implied

@@ -141,11 +141,11 @@ def reason_to_stop(status: Status, run: Run) -> str:
     reasons = {
         "signal": has_trained and status.is_signaled,
         "diverged": run.bad_steps >= MAX_BAD_STEPS,
-        "max_minutes": has_trained and status.is_time_up,
         "epochs": cfg.minutes > 0 and fraction_of_epochs(run) >= 1,
         "minutes" if cfg.minutes else "max_steps": status.progress >= 1,
         "target_val_loss": min(losses_so_far(run), default=math.inf) <= cfg.target_val_loss,
         "patience": is_out_of_patience(run),
+        "max_minutes": has_trained and status.is_time_up,  # of a run that is not complete
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -130,7 +130,7 @@ def keep_flags(cfg: Config, start: Start) -> Config:
         names = saved.keys() - COMMAND_FLAGS
         if "max_steps" in given:
             names -= {"minutes"}
-        if "minutes" in given and cfg.minutes != saved["minutes"]:
+        if "minutes" in given and cfg.minutes not in (0, saved["minutes"]):
             names -= {"max_steps"}  # more minutes, more steps
     else:
         names = saved.keys() & start.checkpoint["model_config"].keys()
@@ -177,9 +177,10 @@ def find_checkpoint(cfg: Config, run: Run) -> tuple[Path | None, bool]:
     # Nothing is overwritten, not even the best weights alone of a run that was killed
     saved = [*checkpoints, *folder.glob(BEST)]
     if saved and not resume:
+        to_continue = "add --resume auto to continue, or " if checkpoints else ""
         raise UserError(
-            f"{folder} already holds {saved[0].name}; add --resume auto to continue, or give "
-            "another --out_dir, with --init_from to start from these weights"
+            f"{folder} already holds {saved[0].name}; {to_continue}give another --out_dir, with "
+            f"--init_from {saved[0]} to start from these weights"
         )
 
     # The run's own checkpoints, those of --resume PATH, or weights for a new run

@@ -207,8 +207,9 @@ class Run:
             raise RunError(
                 "the gradient was 0 or not finite in many steps in a row, to step "
                 f"{self.state.step} ({', '.join(saved) or 'no checkpoint'} is from before); if it "
-                "was 0, see whether all targets are masked, otherwise --resume with lower learning "
-                "rates, --grad_clip 1 or --dtype fp32, or look at the data",
+                "was 0, see whether all targets are masked, otherwise "
+                f"{'--resume' if saved else 'start again'} with lower learning rates, "
+                "--grad_clip 1 or --dtype fp32, or look at the data",
                 printed=self.dist_ctx.rank > 0,
             )
         return summary

@@ -206,6 +206,7 @@ REFUSED = (
     ("t4", "--attn flash --dtype fp16", "a GPU of compute capability 8.0"),
     ("t4", "--fp8 --dtype bf16", "a GPU of compute capability 8.9"),
     ("cpu", "--fp8", "--fp8 needs CUDA, not cpu"),
+    ("cpu", "--trials 2", "--trials is for the command line"),
     ("cuda", "--fp8 --dtype fp16", "--fp8 needs --dtype bf16"),
     ("cuda", "--deterministic", "--deterministic on CUDA needs --micro_batch"),
     ("cuda", "--deterministic --micro_batch 4 --attn cudnn", "other than cudnn and varlen"),
@@ -216,6 +217,8 @@ NO_EFFECT = (
     "--muon_lr 0.1 --optimizer adamw",
     "--embed_decay 1.5 --optimizer adamw",
     "--shard_size 2",
+    "--ngram_rows 512 --ngram 0",
+    "--ngram_dropout 0.5 --ngram 0",
 )
 
 
@@ -301,7 +304,8 @@ def test_dropout_and_decay_by_epochs():
     for flags in (dict(init_from="runs/x"), dict(optimizer="adamw")):
         assert chosen(5, "embed_decay", **flags) == 0
     assert [chosen(n, "patience") for n in (1, 5, 9, 11, 40)] == [0, 0, 0, 5, 5]
-    assert chosen(40, "patience", patience=0) == 0
+    for flags in (dict(patience=0), dict(init_from="runs/x")):
+        assert chosen(40, "patience", **flags) == 0
 
 
 def test_params_choose_sizes_that_flags_may_change():
@@ -351,12 +355,16 @@ def test_minutes_choose_the_size_whose_expected_loss_is_lowest():
 def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     base = dict(preset="laptop", init_from="run", seq_len=512)
     for flags, chosen in (
-        ({}, (None, 3, None)),
+        ({}, (None, None, None)),
         (dict(eval_every=150, patience=0), (None, 0, 150)),
         (dict(max_steps=9), (9, None, 150)),
     ):
         cfg = make_config(**base | flags)
         assert (cfg.max_steps, cfg.patience, cfg.eval_every) == chosen
+
+    chosen = dict(max_steps=9, batch_tokens=512)
+    cfg = dataclasses.replace(make_config(**base), **chosen)
+    assert choose_by_epochs(cfg, stream_of(10**4, 1024))["patience"] == 3
 
     def choose(n_tokens: int, world_size: int = 1, **flags) -> tuple[int, int]:
         cfg = make_config(**base | flags)
@@ -425,6 +433,8 @@ def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
         again = resolved(keep_flags(given, start_of(saved)), stream, 1e9)
         assert dataclasses.replace(again, resume="") == saved
     # With fewer minutes, fewer steps of the same model
+    endless = keep_flags(make_config(minutes=0.0), start_of(saved))
+    assert (endless.minutes, endless.max_steps) == (0, saved.max_steps)
     fewer = resolved(keep_flags(make_config(minutes=0.1), start_of(saved)), stream, 1e11)
     assert fewer.max_steps < saved.max_steps / 2
     assert fewer == dataclasses.replace(saved, minutes=0.1, max_steps=fewer.max_steps)

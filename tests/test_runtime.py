@@ -213,7 +213,7 @@ def test_the_strongest_reason_ends_a_run():
     assert why(patience=1) == "patience" and why(**ends) == "target_val_loss"
     assert why(patience=1, short_frac=0.9) == ""  # 270 steps have short sequences
     assert why(1, **ends) == "max_steps" and why(1, minutes=1.0, step=59) == "minutes"
-    assert why(1, **minutes) == "epochs" and why(flags=(0, 1), **minutes) == "max_minutes"
+    assert why(flags=(0, 1)) == "max_minutes" and why(flags=(0, 1), **minutes) == "epochs"
     assert why(flags=(0, 1), bad_steps=MAX_BAD_STEPS) == "diverged"
     assert why(flags=(1, 1), bad_steps=MAX_BAD_STEPS) == "signal"
     # A step is made first
@@ -485,7 +485,19 @@ def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, mon
     for path in list_checkpoints(folder):
         path.unlink()
     said = refusal(tiny_run, folder, **flags)
-    assert "already holds ckpt_best.pt; add --resume auto to continue" in said
+    assert f"already holds ckpt_best.pt; give another --out_dir, with --init_from {best}" in said
+
+
+def test_the_model_that_is_returned_is_the_evaluated_one(data, tmp_path):
+    def keep_first(state, loss):
+        if state.step == 1:
+            weights = {name: p.detach().clone() for name, p in state.raw_model.named_parameters()}
+            state.extra["eval_weights"] = weights
+
+    flags = TINY | dict(data=data, out_dir=tmp_path, max_steps=3)
+    _, gpt = train(make_config(**flags), return_model=True, on_step=keep_first)
+    assert equal_weights(gpt.state_dict(), read_checkpoint(tmp_path / "ckpt_best.pt")["model"])
+    assert not equal_weights(gpt.state_dict(), final(tmp_path)["model"])
 
 
 def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path, monkeypatch):
