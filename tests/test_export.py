@@ -76,15 +76,15 @@ def test_int8_file_is_what_int8_makes(windowed, data, tmp_path, capsys):
     again = [str(path), "--to", "safetensors", "--out", str(tmp_path / "again")]
     assert run_command(export.main, again) == 2
     assert "m.pt is in int8; give the run that it was made from" in capsys.readouterr().err
+    assert plain != rounded == pytest.approx(plain, rel=0.01)
+    said = refusal(tiny_run, tmp_path / "run", init_from=path, data=data)
+    assert "does not fit this model" in said
+    assert path.stat().st_size < sample.find_file(windowed).stat().st_size / 4
 
 
 def test_weights_are_exported_without_their_tokenizer(plain, tmp_path, capsys):
     torch.save(final(plain) | dict(tokenizer="mine"), tmp_path / "ckpt_1.pt")
     exported(tmp_path / "ckpt_1.pt", "int8", tmp_path / "m.pt", capsys)
-    assert plain != rounded == pytest.approx(plain, rel=0.01)
-    said = refusal(tiny_run, tmp_path / "run", init_from=path, data=data)
-    assert "does not fit this model" in said
-    assert path.stat().st_size < sample.find_file(windowed).stat().st_size / 4
 
 
 def test_exported_program_needs_nothing_of_ours(windowed, expected, tmp_path, capsys):
