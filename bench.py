@@ -155,8 +155,9 @@ def parse(argv: list[str]) -> tuple[str, Bench]:
         is_given = getattr(options, action.dest, None) != action.default
         if owner in BENCHMARKS and owner != name and is_given:
             raise UserError(f"{action.option_strings[0]} is for {owner}, not {name}; remove it")
-    if flags and name in ("compare", "plot", "record"):
-        raise UserError(f"{name} does not train, so that --{[*flags][0]} is for others; remove it")
+    trains = name in ("train", "experiment")
+    if not trains and (flags or options.flags or (options.data and name != "record")):
+        raise UserError(f"{name} trains nothing; remove the flags of the trainer")
     if options.data and name != "experiment":
         if len(options.data) > 1:
             raise UserError(f"{name} takes one --data; only experiment takes several")

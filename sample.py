@@ -182,7 +182,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         if not low <= value <= high:
             raise UserError(f"--{name} is {value}; expected {low} to {high}")
     for text in (*args.prompt[1:], args.interactive or ""):
-        if not args.run and os.path.exists(text):
+        is_run = os.path.exists(text) and (
+            text.endswith(".pt") or any(Path(text).glob("ckpt_*.pt"))
+        )
+        if is_run and not args.run:
             raise UserError(
                 f"{text} is read as text, because it follows --prompt or --interactive; give the "
                 "RUN before them"

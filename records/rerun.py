@@ -1,6 +1,7 @@
 """`bench.py record DIR --rerun SEED`: repeat one seed of a record, from its folder alone."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -62,8 +63,8 @@ def rerun(folder: str, seed: int, data: str) -> None:
     words += [f"--{name}={value}" for name, value in flags.items()]
     with tempfile.TemporaryDirectory() as work:
         source.rebuild(record, Path(work))
-        execute(Path(work), *launcher, *words, f"--data={dataset}", f"--out_dir={out_dir}")
         same_start = is_same_start(Path(work), words, dataset)
+        execute(Path(work), *launcher, *words, f"--data={dataset}", f"--out_dir={out_dir}")
 
     # The operating system dates files independently of the run's clock
     path = out_dir / "summary.json"
@@ -75,8 +76,9 @@ def rerun(folder: str, seed: int, data: str) -> None:
 
 def execute(folder: Path, *argv: str, **options: object) -> subprocess.CompletedProcess:
     """Run Python in the folder of a source. Raises UserError if it fails."""
-    # -E: without the user's PYTHONPATH
-    done = subprocess.run([sys.executable, "-E", *argv], cwd=folder, text=True, **options)
+    # Without the user's PYTHONPATH, here and in the processes that torchrun starts
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run([sys.executable, *argv], cwd=folder, text=True, env=env, **options)
     if done.returncode:
         raise UserError(
             f"the record's source ended with exit code {done.returncode}; resolve the error above, "
@@ -106,7 +108,8 @@ def is_same_start(folder: Path, words: list[str], dataset: Path) -> bool:
             write_meta(other, meta)
         hashes = set()
         for data in (dataset, other):
-            argv = [*words, "--compile=off", f"--data={data}", f"--out_dir={work}/run"]
+            argv = [*words, "--compile=off", "--parallel=ddp"]  # of one process
+            argv += [f"--data={data}", f"--out_dir={work}/run"]
             done = execute(folder, "-c", HASH_START, *argv, stdout=subprocess.PIPE)
             hashes.add(done.stdout.split()[-1])
     return len(hashes) == 1

@@ -136,8 +136,7 @@ def check_device(cfg: Config, dist_ctx: DistContext) -> list[str]:
         "--muon_lr": cfg.muon_lr and is_adamw,
         "--embed_decay": cfg.embed_decay and is_adamw,
         "--shard_size": cfg.shard_size and cfg.parallel != "hsdp",
-        "--ngram_rows": cfg.ngram in (0, 1),
-        "--ngram_dropout": cfg.ngram in (0, 1),
+        "--ngram_dropout": cfg.ngram_dropout and cfg.ngram in (0, 1),
     }
     names = [name for name, is_unused in unused.items() if is_unused and name[2:] in cfg.given]
     warnings = [f"{name} has no effect with the other flags on {device.type}" for name in names]

@@ -175,13 +175,15 @@ def find_checkpoint(cfg: Config, run: Run) -> tuple[Path | None, bool]:
         resume = "auto"
 
     # Nothing is overwritten, not even the best weights alone of a run that was killed
-    saved = [*checkpoints, *folder.glob(BEST)]
+    intact = list_checkpoints(folder)
+    saved = [*intact, *folder.glob(BEST), *checkpoints]
     if saved and not resume:
-        to_continue = "add --resume auto to continue, or " if checkpoints else ""
-        raise UserError(
-            f"{folder} already holds {saved[0].name}; {to_continue}give another --out_dir, with "
-            f"--init_from {saved[0]} to start from these weights"
-        )
+        advice = "give another --out_dir"
+        if not saved[0].name.endswith(".damaged"):
+            advice += f", with --init_from {saved[0]} to start from these weights"
+        if intact:
+            advice = f"add --resume auto to continue, or {advice}"
+        raise UserError(f"{folder} already holds {saved[0].name}; {advice}")
 
     # The run's own checkpoints, those of --resume PATH, or weights for a new run
     is_resume = resume not in ("", "auto") or (resume == "auto" and bool(checkpoints))

@@ -217,7 +217,6 @@ NO_EFFECT = (
     "--muon_lr 0.1 --optimizer adamw",
     "--embed_decay 1.5 --optimizer adamw",
     "--shard_size 2",
-    "--ngram_rows 512 --ngram 0",
     "--ngram_dropout 0.5 --ngram 0",
 )
 

@@ -332,7 +332,7 @@ def test_damaged_checkpoints_are_passed_over(data, tmp_path):
     assert sorted(damaged) == ["ckpt_2.pt.damaged", "ckpt_3.pt.damaged"]
     for path in folder.glob("ckpt_*.pt"):
         path.unlink()
-    assert ".pt.damaged; add --resume auto to continue" in refusal(tiny_run, folder, **common)
+    assert refusal(tiny_run, folder, **common).endswith(".damaged; give another --out_dir")
     for resume in ("newest", "auto"):
         said = refusal(tiny_run, folder, **common, resume=resume)
         assert "has no valid checkpoint" in said
