@@ -99,7 +99,7 @@ def run_case(pipe: Connection, case: Callable) -> None:
         pipe.send(dict(note=sentence))
 
 
-def values_of(context: BaseContext, case: Callable) -> Iterator[dict]:
+def values_of(context: BaseContext, case: Callable) -> Iterator[dict | UserError]:
     """Run a case in its own process; yield its values one by one, or a note or UserError."""
     pipe, child_pipe = context.Pipe()
     process = context.Process(target=run_case, args=(child_pipe, case), daemon=True)

@@ -75,8 +75,8 @@ def files_under(folder: Path, is_unwanted: Callable[[str], bool]) -> list[Path]:
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not is_unwanted(name)]
         # Links to folders, which are not followed, are listed to be reported
-        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
-        found += [Path(root, name) for name in (*names, *links) if not is_unwanted(name)]
+        names += [name for name in folders if os.path.islink(os.path.join(root, name))]
+        found += [Path(root, name) for name in names if not is_unwanted(name)]
     return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from common.errors import UserError
 from data.shards import HEADER_BYTES, meta_or_gpt2, recorded_hashes, write_meta
 from records import source
-from records.check import command_words, read_run
+from records.check import command_words, open_record, read_run
 
 # Flags that a run may have chosen by its own measurements
 MEASURED = ("dtype", "attn", "loss_chunk")
@@ -43,9 +43,9 @@ def rerun(folder: str, seed: int, data: str) -> None:
     system_s, the seconds by the operating system's clock, and same_start of is_same_start. Raises
     UserError, OSError or ValueError.
     """
-    record = Path(folder).resolve()
-    out_dir = record / f"rerun_{seed}"
-    run = read_run(record / f"seed_{seed}")
+    record, _ = open_record(folder)
+    out_dir = record.folder / f"rerun_{seed}"
+    run = read_run(record.folder / f"seed_{seed}")
     dataset = Path(data or run["flags"]["data"]).resolve()
     if out_dir.exists():
         raise UserError(f"{out_dir} exists; remove it to repeat seed {seed} again")
@@ -53,16 +53,16 @@ def rerun(folder: str, seed: int, data: str) -> None:
         raise UserError(f"{dataset} is not the dataset of the record; give its folder by --data")
     flags = {name: run["flags"][name] for name in MEASURED if name in run["flags"]}
     flags |= dict(seed=seed, trials=1)
-    # As many ranks as the run had
+    # As many ranks as the track requires; where it requires none, one has the same losses
     launcher = ["train_gpt.py"]
-    n_ranks = run["summary"]["machine"].partition(" x ")[0]
-    if n_ranks != "1":
+    n_ranks = record.track["device"].partition(" x ")[0]
+    if n_ranks not in ("", "1"):
         torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={n_ranks}"
         launcher = [*torchrun.split(), *launcher]
-    words = command_words(record / "command.sh")
+    words = command_words(record.folder / "command.sh")
     words += [f"--{name}={value}" for name, value in flags.items()]
     with tempfile.TemporaryDirectory() as work:
-        source.rebuild(record, Path(work))
+        source.rebuild(record.folder, Path(work))
         same_start = is_same_start(Path(work), words, dataset)
         execute(Path(work), *launcher, *words, f"--data={dataset}", f"--out_dir={out_dir}")
 

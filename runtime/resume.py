@@ -168,25 +168,27 @@ def find_checkpoint(cfg: Config, run: Run) -> tuple[Path | None, bool]:
     Raises UserError.
     """
     folder, resume = run.folder, cfg.resume
-    checkpoints = [*list_checkpoints(folder), *folder.glob("ckpt_*.damaged")]
+    checkpoints = list_checkpoints(folder)
+    damaged = [*folder.glob("ckpt_*.damaged")]
+    has_checkpoint = bool(checkpoints or damaged)
     # torchrun restarts a job with the flags it had
-    has_restarted = env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0 and bool(checkpoints)
+    has_restarted = env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0 and has_checkpoint
     if has_restarted or (not resume and env_int("TORCHELASTIC_MAX_RESTARTS", 0)):
         resume = "auto"
 
     # Nothing is overwritten, not even the best weights alone of a run that was killed
-    intact = list_checkpoints(folder)
-    saved = [*intact, *folder.glob(BEST), *checkpoints]
+    usable = [*checkpoints, *folder.glob(BEST)]
+    saved = [*usable, *damaged]
     if saved and not resume:
         advice = "give another --out_dir"
-        if not saved[0].name.endswith(".damaged"):
-            advice += f", with --init_from {saved[0]} to start from these weights"
-        if intact:
+        if usable:
+            advice += f", with --init_from {usable[0]} to start from these weights"
+        if checkpoints:
             advice = f"add --resume auto to continue, or {advice}"
         raise UserError(f"{folder} already holds {saved[0].name}; {advice}")
 
     # The run's own checkpoints, those of --resume PATH, or weights for a new run
-    is_resume = resume not in ("", "auto") or (resume == "auto" and bool(checkpoints))
+    is_resume = resume not in ("", "auto") or (resume == "auto" and has_checkpoint)
     source = resume if is_resume else cfg.init_from
     if not source:
         return None, False

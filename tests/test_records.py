@@ -113,7 +113,7 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ),
     ("rerun_1/log.txt", "model.py sha256 ", "\nno ", f"rerun_1: {NO_HASH} model.py"),
     ("rerun_1/summary.json", '"files": {.*?}', '"files": {}', "rerun_1: trained or validated on"),
-    ("rerun_1/summary.json", "1 x cpu", "4 x cpu", "rerun_1: on 4 devices, not 1"),
+    ("rerun_1/summary.json", "1 x cpu", "4 x cpu", "rerun_1: on 4 x cpu"),
     ("rerun_1/log.txt", '"n_layer": 2', '"n_layer": 3', "those of seed_1: n_layer 3, not 2"),
     ("rerun_1/metrics.jsonl", r'"val_loss": ', '"val_loss": 1', "rerun_1: val_loss 1"),
     ("rerun_1/summary.json", 's": -', 's": ', "its train_time equals that of seed_1: a copy"),
